@@ -20,7 +20,7 @@ from lightning_retrieval.backend import pl, rank_zero_warn
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.distributed import Shard, sum_over_ranks
-from lightning_retrieval.invalid import InvalidType
+from lightning_retrieval.invalid import InvalidType, owned
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     FastAPLoss,
@@ -62,7 +62,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         if len(batch.ids) == 0:  # the remaining batches belong to other processes
             continue
         index = first + shard.index
-        lists = metrics.query_gallery(batch)
+        lists = metrics.ranking_input(batch)
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     shard.add_up(sums)  # for each batch, all other processes have zeros, so the sum is exact
@@ -235,12 +235,13 @@ class APMonitor(Callback):
         self._observed: BatchLoss | None = None  # the loss of the current step if AP is computed in this step
         self._sums: Tensor | None = None  # the result of `sums_of_ap` for the current step
 
+    @owned
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        find_evaluation("APMonitor", trainer)
+        find_evaluation(trainer)
         loss = getattr(pl_module, "loss", None)
         if not isinstance(loss, BatchLoss):
             rule = "the module must have a `loss` of this library, as RetrievalModule has"
-            raise InvalidType(rule, "APMonitor", got=f"{type(loss).__name__} in {type(pl_module).__name__}")
+            raise InvalidType(rule, got=f"{type(loss).__name__} in {type(pl_module).__name__}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._classes, self._samples = 0, 0
@@ -304,10 +305,11 @@ class APMonitor(Callback):
             self._samples = max(2, round(float(to_float64(counts).mean())))
         self._sums = sums_of_ap(find_surrogate(loss), batch)
 
+    @owned
     def _log_gaps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._classes == 0:
             return
-        for evaluation_set in sets_ranked_by_label("APMonitor", trainer, self._warned):
+        for evaluation_set in sets_ranked_by_label(self, trainer, self._warned):
             metrics: Any = evaluation_set.metrics
             if metrics.reverse:  # a batch of a set with two sides is not a part of the set
                 continue

@@ -103,7 +103,7 @@ class ResumableCSVLogger(CSVLogger):
     """
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
-        path = check_path("ResumableCSVLogger", "folder", folder)
+        path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
         checked(self, prefix=prefix)
@@ -248,12 +248,10 @@ class SameCheckpoint(pl.Callback):
     The error is raised before a checkpoint is loaded.
 
     Args:
-        owner: prefix of the error message.
         checkpoint: the checkpoint from which this process continues; None for a new run.
     """
 
-    def __init__(self, owner: str, checkpoint: Path | None) -> None:
-        self.owner = owner
+    def __init__(self, checkpoint: Path | None) -> None:
         self.checkpoint = checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -268,7 +266,7 @@ class SameCheckpoint(pl.Callback):
             paths = [path for path, _ in found]
             rule = "all processes must continue from the same checkpoint"
             cure = "put the folder of the run on a file system that all machines share"
-            raise InvalidValue(rule, self.owner, got=f"{paths} in rank order, which differ", cure=cure)
+            raise InvalidValue(rule, got=f"{paths} in rank order, which differ", cure=cure)
 
 
 class RowsBeforeCheckpoints(pl.Callback):

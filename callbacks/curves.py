@@ -23,7 +23,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import FINE_BINS, mean_precision, occupied_bins, pair_counts
 from lightning_retrieval.preparation.prepare import open_image
@@ -106,8 +106,9 @@ class EvaluationFigure(Callback, ABC):
             prefix: prefix of the names of the set's metrics, such as `val/` or `test/small/`.
         """
 
+    @owned
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        find_evaluation(type(self).__name__, trainer)
+        find_evaluation(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
@@ -119,6 +120,7 @@ class EvaluationFigure(Callback, ABC):
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw_all(trainer, pl_module, "test", "")
 
+    @owned
     def _draw_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str, epoch: str) -> None:
         folder = run_folder(trainer) / "retrieval"
         for evaluation_set in self._sets(trainer):
@@ -134,10 +136,9 @@ class EvaluationFigure(Callback, ABC):
             save_and_log(trainer, path, f"retrieval/{self.file_prefix}{stage}{suffix}", drawing)
 
     def _sets(self, trainer: pl.Trainer) -> Iterable[EvaluationSet]:
-        owner = type(self).__name__
         if self.ranked_by_label_only:
-            return sets_ranked_by_label(owner, trainer, self._warned)
-        return find_evaluation(owner, trainer).sets
+            return sets_ranked_by_label(self, trainer, self._warned)
+        return find_evaluation(trainer).sets
 
 
 class PrecisionRecallCurve(EvaluationFigure):

@@ -74,6 +74,10 @@ class DetectionPicture(Callback):
             save_and_log(trainer, folder / "detections.png", "detections", drawing)
         self._shown = []
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Remove the images of a test that an error has ended."""
+        self._shown = []
+
     def _draw(self, names: Sequence[str], values: Mapping[str, float]) -> Drawing:
         rows = -(-len(self._shown) // COLUMNS)
         figure = new_figure(2.2 * COLUMNS, 2.2 * rows + 2.2)

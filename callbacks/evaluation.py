@@ -263,7 +263,7 @@ class RetrievalEvaluation(Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
-        self.before_fit = check_bool("RetrievalEvaluation", "before_fit", before_fit)
+        self.before_fit = check_bool("before_fit", before_fit, owner="RetrievalEvaluation")
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
                 DEFAULT_KS if ks is None else ks,
@@ -360,6 +360,7 @@ class RetrievalEvaluation(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._untrained = None
+        self.sets = []
         log_best(trainer, self.best)
 
     def state_dict(self) -> dict[str, Any]:
@@ -565,14 +566,13 @@ def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:
         )
 
 
-def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
+def find_evaluation(trainer: pl.Trainer) -> RetrievalEvaluation:
     """Return the Trainer's `RetrievalEvaluation`, or raise a `ValueError` if there is none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RetrievalEvaluation):
             return callback
     raise InvalidValue(
-        f"the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, but it has none",
-        owner,
+        "the Trainer must have the callback RetrievalEvaluation, whose evaluation sets are used, but it has none",
         cure="pass both callbacks",
     )
 
@@ -582,21 +582,22 @@ def is_ranked_by_label(metrics: EmbeddingMetric) -> bool:
     return isinstance(metrics, RetrievalMetrics) and not isinstance(metrics, RandomGalleryMetrics)
 
 
-def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> Iterator[EvaluationSet]:
+def sets_ranked_by_label(callback: Callback, trainer: pl.Trainer, warned: set[str]) -> Iterator[EvaluationSet]:
     """Yield the evaluation sets that are ranked by label or by the module's rule; for each other set, warn once.
 
     Args:
-        owner: name of the callback, for the messages.
+        callback: the callback that uses the sets, which the warning names.
         trainer: a trainer with a `RetrievalEvaluation`.
         warned: prefixes of the sets for which a warning was issued. The function adds further prefixes.
     """
-    for evaluation_set in find_evaluation(owner, trainer).sets:
+    name = type(callback).__name__
+    for evaluation_set in find_evaluation(trainer).sets:
         prefix, metrics = evaluation_set.prefix, evaluation_set.metrics
         if is_ranked_by_label(metrics):
             yield evaluation_set
         elif prefix not in warned:
             warned.add(prefix)
             rank_zero_warn(
-                f"{owner}: only evaluation sets that are evaluated by RetrievalMetrics are supported; {prefix}, "
-                f"evaluated by {type(metrics).__name__}, is skipped."
+                f"{name}: only evaluation sets that are evaluated by RetrievalMetrics are supported; "
+                f"{prefix}, evaluated by {type(metrics).__name__}, is skipped."
             )

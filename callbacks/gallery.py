@@ -19,7 +19,7 @@ from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.ranking.ranks import ieee_products
@@ -217,7 +217,7 @@ def choose_queries(
     return ids[positions]
 
 
-def nearest_images(ranked: QueryGallery, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[Hit]]]:
+def nearest_images(ranked: RankingInput, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[Hit]]]:
     """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
     ids, lists = ranked.gallery_ids, ranked.lists.finest
     if len(chosen) == 0 or len(ids) == 0:
@@ -314,7 +314,7 @@ class RetrievalGallery(EvaluationFigure):
             )
             return None
         rows, _ = metrics.gather()
-        lists = metrics.query_gallery(rows)
+        lists = metrics.ranking_input(rows)
         ids, ap = query_ap(metrics, lists.query_ids)
         chosen = choose_queries(ids, ap, self.queries, self.order).to(lists.query_ids.device)
         hits_of_queries = nearest_images(lists, chosen, self.k)

@@ -86,11 +86,11 @@ class PublishedResults(Callback):
 
 def _check_results(results: dict[str, float]) -> dict[str, float]:
     """Return the published results as plain numbers."""
-    check_instance("PublishedResults", "results", results, dict)
+    check_instance("results", results, dict, owner="PublishedResults")
     if not results:
         raise ValueError("PublishedResults: `results` must name at least one metric, got {}.")
     plain = {}
     for name, value in results.items():
-        check_string("PublishedResults", "the names of `results`", name)
-        plain[name] = check_finite_number("PublishedResults", f"results[{name!r}]", value)
+        check_string("the names of `results`", name, owner="PublishedResults")
+        plain[name] = check_finite_number(f"results[{name!r}]", value, owner="PublishedResults")
     return plain

@@ -109,7 +109,7 @@ class RetrievalWandbLogger(WandbLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        check_path("RetrievalWandbLogger", "save_dir", save_dir)
+        check_path("save_dir", save_dir, owner="RetrievalWandbLogger")
         checked(self, name=name)
         checked(self, project=project)
         checked(self, id=id)

@@ -13,7 +13,7 @@ from lightning_retrieval.arguments import Several, checked
 from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device, loader_list
-from lightning_retrieval.distributed import kept_integers, rank, unshared, world_size
+from lightning_retrieval.distributed import kept_integers, kept_rows, rank, world_size
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.models.whitening import Whitening
@@ -179,6 +179,6 @@ def _embed(
             if isinstance(batch, dict) and "roles" in batch:
                 is_image = batch["roles"] > 0  # placeholders for unreadable images have role 0
                 rows, labels_of_batch = rows[is_image], labels_of_batch[is_image]
-            embeddings.append(unshared(rows.to(torch.promote_types(rows.dtype, torch.float32))))
+            embeddings.append(kept_rows(rows.to(torch.promote_types(rows.dtype, torch.float32))))
             labels.append(kept_integers(labels_of_batch))
     return torch.cat(embeddings), torch.cat(labels)

@@ -26,14 +26,19 @@ from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import (
+    RetrievalDataLoader,
+    check_workers_can_transform,
+    loader_settings,
+    training_loader,
+)
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.random_state import seed_or_default
@@ -113,14 +118,14 @@ def _similarity(name: str, other: str) -> float:
 SamplerName = Literal["pk", "category", "all_classes", "tags"]
 
 
-def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
+def check_sampler(sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
     """Return `sampler` unchanged; raise an error unless it is a known name or a `GlobalBatchSampler`."""
     is_name = isinstance(sampler, str) and sampler in get_args(SamplerName)
     if isinstance(sampler, GlobalBatchSampler) or is_name:
         return sampler
     names = ", ".join(map(repr, get_args(SamplerName)))
     kind = InvalidValue if isinstance(sampler, str) else InvalidType
-    raise kind(f"must be one of {names}, or a GlobalBatchSampler", owner, "sampler", got=short_repr(sampler))
+    raise kind(f"must be one of {names}, or a GlobalBatchSampler", argument="sampler", got=short_repr(sampler))
 
 
 @runtime_checkable
@@ -138,11 +143,10 @@ class LabelledImages(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise unless the training images are the same as when a checkpoint was written.
 
     Args:
-        owner: prefix of the error message.
         before: values that identify the images of the checkpoint; `count` is the number of images.
         now: the same values for the present images.
     """
@@ -153,7 +157,6 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
         found = f"as many, {now['count']:,}, with other labels or paths or in another order"
     raise InvalidValue(
         "a run must continue with the training images that it began with",
-        owner,
         got=found,
         cure="restore the list of images and the settings that choose from it, or begin a new run with the weights "
         "of the checkpoint",
@@ -227,18 +230,20 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     ) -> None:
         check_no_unknown_arguments(type(self), unknown)
         super().__init__()
-        owner = type(self).__name__
         self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
         self.samples_per_class = checked(self, samples_per_class=samples_per_class)
         self.eval_batch_size = checked(self, eval_batch_size=eval_batch_size)
         self.num_workers = checked(self, num_workers=num_workers)
         self.seed = seed_or_default(checked(self, seed=seed))
-        self.sampler = check_sampler(owner, sampler)
+        with owned_by(type(self).__name__):
+            self.sampler = check_sampler(sampler)
         self.pin_memory = checked(self, pin_memory=pin_memory)
         self.persistent_workers = checked(self, persistent_workers=persistent_workers)
         if self.persistent_workers and not self.num_workers:
             rule = "needs workers"
-            raise InvalidValue(rule, owner, "persistent_workers", got="num_workers=0", cure="set it to 1 or more")
+            raise InvalidValue(
+                rule, type(self).__name__, "persistent_workers", got="num_workers=0", cure="set it to 1 or more"
+            )
         self._images_of_run: dict[str, Any] | None = None
 
     @property
@@ -292,6 +297,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
             return {}
         return {"training_images": self._images_of_run}
 
+    @owned
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise, on all processes, if the training images have changed since the checkpoint.
 
@@ -300,17 +306,18 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """
         before = state_dict.get("training_images")
         if before is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            together(lambda: check_unchanged(type(self).__name__, before, self._training_images()))
+            together(lambda: check_unchanged(before, self._training_images()))
 
+    @owned
     def _training_images(self) -> dict[str, Any]:
         """Return plain values that identify the training images: their number, and a digest of labels and tags.
 
         Override this method in a subclass that can identify the images better.
         """
-        arrays = {"labels": as_array(type(self).__name__, "labels", self.train_set.labels)}
+        arrays = {"labels": as_array("labels", self.train_set.labels)}
         tags = getattr(self.train_set, "tags", None)
         if tags is not None:
-            arrays["tags"] = as_array(type(self).__name__, "tags", tags)
+            arrays["tags"] = as_array("tags", tags)
         return {"count": len(arrays["labels"]), "digest": digest_of_arrays(arrays)}
 
     def val_dataloader(self) -> Any:
@@ -357,6 +364,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
         """The common arguments of the loaders for training and for evaluation."""
+        if self.num_workers > 0:
+            with owned_by(type(self).__name__):
+                check_workers_can_transform(dataset)
         return loader_settings(
             self.num_workers,
             pin_memory=self.pin_memory,

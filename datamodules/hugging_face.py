@@ -25,7 +25,8 @@ from lightning_retrieval.datamodules.image_index import (
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
@@ -154,7 +155,12 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
             rule = "must not be empty in any row"
             got = f"{value!r} in row {row} of {split}, column {name!r}"
             raise InvalidValue(rule, OWNER, setting, got=got, cure="remove these rows, or give them a class")
-    return list(values)
+    return list(map(_composed, values))
+
+
+def _composed(name: Any) -> Any:
+    """A text in one Unicode form; an integer as it is."""
+    return composed(name) if isinstance(name, str) else name
 
 
 def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
@@ -180,7 +186,7 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
         found = [tag for tag in tags or () if tag is not None]
         if names is not None:
             found = [names[tag] for tag in found]
-        tags_of_rows.append([tag for tag in found if str(tag).strip()])  # an empty text is no tag
+        tags_of_rows.append([_composed(tag) for tag in found if str(tag).strip()])  # an empty text is no tag
     return tags_of_rows
 
 
@@ -293,7 +299,7 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
-        check_path(OWNER, "path", path)
+        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = checked(self, config=config)
@@ -307,7 +313,8 @@ class HuggingFaceImages(ImageDataModule):
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
-            self.test_fraction = check_test_fraction(OWNER, test_fraction)
+            with owned_by(OWNER):
+                self.test_fraction = check_test_fraction(test_fraction)
         self.split_seed = checked(self, split_seed=split_seed)
 
     @cached_property
@@ -330,6 +337,7 @@ class HuggingFaceImages(ImageDataModule):
             tables[name], column = with_encoded_images(found[name], self.image_column)
         return tables, column
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
         labels = {}
@@ -343,7 +351,7 @@ class HuggingFaceImages(ImageDataModule):
             return self._given_splits(labels)
         classes = set[Any]().union(*labels.values())
         fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
-        of_test = split_by_class(OWNER, "test_fraction", list(classes), fraction, self.split_seed)
+        of_test = split_by_class("test_fraction", list(classes), fraction, self.split_seed)
         in_test, in_train = {}, {}
         for name, values in labels.items():
             in_test[name] = np.array([value in of_test for value in values])
@@ -412,11 +420,11 @@ class HuggingFaceImages(ImageDataModule):
 def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
     if split_names is None:
         return None
-    check_mapping(OWNER, "split_names", split_names)
+    check_mapping("split_names", split_names, owner=OWNER)
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     for text in (*split_names, *split_names.values()):
-        check_string(OWNER, "split_names", text)
+        check_string("split_names", text, owner=OWNER)
     return dict(split_names)
 
 

@@ -71,9 +71,9 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_mapping("DataReport", "splits", self.splits)
+        check_mapping("splits", self.splits, owner="DataReport")
         for name in ("missing_files", "problems", "unreadable_files", "notes"):
-            check_strings("DataReport", name, getattr(self, name))
+            check_strings(name, getattr(self, name), owner="DataReport")
 
     @property
     def ok(self) -> bool:

@@ -14,7 +14,8 @@ from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
+from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.preparation.decoding import (
     FolderEntries,
     image_suffixes,
@@ -82,7 +83,7 @@ class ClassFolders:
             class_folders = []
             classes = self._read_at_any_depth(top)
         if classes:
-            return classes
+            return _by_composed_name(classes)
         cure = self._cure(top, class_folders)
         rule = f"must contain images as {self._wanted}, which {top} does not"
         raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
@@ -265,6 +266,14 @@ class ClassFolders:
         return False
 
 
+def _by_composed_name(classes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The images of each class, whose name is in one Unicode form, also if folders have it in several."""
+    images: dict[str, list[str]] = {}
+    for name in classes:
+        images.setdefault(composed(name), []).extend(classes[name])
+    return {name: sorted(images[name]) for name in sorted(images)}
+
+
 def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:
     """Create the index of the images of some classes.
 
@@ -297,7 +306,7 @@ def _check_classes(value: Any) -> Classes:
     if isinstance(value, str):
         rule = "must be 'deepest', 'top' or a number of folders"
         raise InvalidValue(rule, OWNER, "classes", got=short_repr(value))
-    return check_integer(OWNER, "classes", value, 1, MOST_DEPTH)
+    return check_integer("classes", value, 1, MOST_DEPTH, owner=OWNER)
 
 
 class ImageFolder(ImageDataModule):
@@ -358,7 +367,8 @@ class ImageFolder(ImageDataModule):
         **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
-        self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
+        with owned_by(OWNER):
+            self.test_fraction = check_test_fraction(test_fraction)
         self.categories = checked(self, categories=categories)
         self.classes = _check_classes(classes)
         if self.categories and depth_of(self.classes) < 2 and self.classes is not None:
@@ -410,7 +420,7 @@ class ImageFolder(ImageDataModule):
 
     def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:
         """Split the classes between training and test."""
-        test = split_by_class("ImageFolder", "test_fraction", list(classes), self.test_fraction, self.split_seed)
+        test = split_by_class("test_fraction", list(classes), self.test_fraction, self.split_seed)
         splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
         for name, paths in classes.items():
             split = "test" if name in test else "train"

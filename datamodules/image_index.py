@@ -21,7 +21,7 @@ from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, che
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines
 from lightning_retrieval.files import leaves_root, new_file
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.ranking.relevance import NO_TAG
@@ -29,7 +29,7 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
-CACHE_VERSION = 5  # version of the file format of the cache
+CACHE_VERSION = 6  # version of the file format of the cache
 
 # Matches every path that leaves the root or is not normalized.
 _MAY_BE_INVALID = r"^/|[/.]\n?$|\./|//|\\|:|(?i:(^|/)(con|prn|aux|nul|com[0-9]|lpt[0-9]) *([./]|$))"
@@ -44,17 +44,17 @@ def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
     """Convert strings to `PackedStrings`; raise unless they are a sequence of strings."""
     if isinstance(strings, PackedStrings):
         return strings
-    check_strings("ImageIndex", name, strings)
+    check_strings(name, strings)
     return PackedStrings(strings)
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
     """Convert values to an array of any shape; raise unless they are 64-bit integers."""
-    array = as_array("ImageIndex", name, values)
+    array = as_array(name, values)
     is_empty = array.size == 0
     is_integer = np.issubdtype(array.dtype, np.integer)
     if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
-        raise InvalidType("must be integers of 64 bits", "ImageIndex", name, got=array.dtype)
+        raise InvalidType("must be integers of 64 bits", argument=name, got=array.dtype)
     return array.astype(np.int64, copy=False)
 
 
@@ -62,7 +62,7 @@ def integer_array(name: str, values: Any) -> NDArray[np.int64]:
     """Convert values to an array of one integer for each image; raise if that is not possible."""
     array = _integers(name, values)
     if array.ndim != 1:
-        raise InvalidValue("must be one integer for each image", "ImageIndex", name, got=f"shape {array.shape}")
+        raise InvalidValue("must be one integer for each image", argument=name, got=f"shape {array.shape}")
     return array
 
 
@@ -79,7 +79,7 @@ def level_array(levels: Any) -> NDArray[np.int64] | None:
         return None
     array = _integers("levels", levels)
     if array.ndim != 2 or array.shape[1] == 0:
-        raise InvalidValue("must be (images, levels)", "ImageIndex", "levels", got=f"shape {array.shape}")
+        raise InvalidValue("must be (images, levels)", argument="levels", got=f"shape {array.shape}")
     return array
 
 
@@ -91,7 +91,7 @@ def role_array(roles: Any) -> NDArray[np.uint8] | None:
     invalid = np.flatnonzero((numbers < Role.JUNK) | (numbers > Role.BOTH))
     if len(invalid):
         rule = "must be from 0 to 3"
-        raise InvalidValue(rule, "ImageIndex", "roles", got=numbers[invalid[0]], cure="take them from ROLES")
+        raise InvalidValue(rule, argument="roles", got=numbers[invalid[0]], cure="take them from ROLES")
     return numbers.astype(np.uint8)
 
 
@@ -101,11 +101,11 @@ def box_array(boxes: Any) -> NDArray[np.int32] | None:
         return None
     array = _integers("boxes", boxes)
     if array.ndim != 2 or array.shape[1] != 4:
-        raise InvalidValue("must be (images, 4)", "ImageIndex", "boxes", got=f"shape {array.shape}")
+        raise InvalidValue("must be (images, 4)", argument="boxes", got=f"shape {array.shape}")
     too_large = np.flatnonzero((abs(array) >= 2**31).any(1))
     if len(too_large):
         first = array[too_large[0]].tolist()
-        raise InvalidValue("must hold numbers of pixels below 2**31", "ImageIndex", "boxes", got=first)
+        raise InvalidValue("must hold numbers of pixels below 2**31", argument="boxes", got=first)
     return array.astype(np.int32)
 
 
@@ -115,9 +115,9 @@ def tag_array(tags: Any) -> NDArray[np.int64] | None:
         return None
     array = _integers("tags", tags)
     if array.ndim != 2 or array.shape[1] == 0:
-        raise InvalidValue("must be (images, tags)", "ImageIndex", "tags", got=f"shape {array.shape}")
+        raise InvalidValue("must be (images, tags)", argument="tags", got=f"shape {array.shape}")
     if array.size and array.min() < NO_TAG:
-        raise InvalidValue(f"must be numbers >= 0, or {NO_TAG} for no tag", "ImageIndex", "tags", got=array.min())
+        raise InvalidValue(f"must be numbers >= 0, or {NO_TAG} for no tag", argument="tags", got=array.min())
     return array
 
 
@@ -156,11 +156,10 @@ def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.i
     return numbers, list(map(str, classes))
 
 
-def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
+def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
     """Draw a fraction of the classes at random; the result does not depend on the order of `classes`.
 
     Args:
-        owner: prefix of error messages.
         setting: name of the argument with the fraction, for error messages.
         classes: all classes.
         fraction: the fraction to draw.
@@ -173,17 +172,17 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"
         got = f"{fraction} of {len(classes)} classes"
-        raise InvalidValue(rule, owner, setting, got=got, cure="change it, or add classes")
+        raise InvalidValue(rule, argument=setting, got=got, cure="change it, or add classes")
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]
     return {ordered[index] for index in drawn}
 
 
-def check_test_fraction(owner: str, test_fraction: float) -> float:
+def check_test_fraction(test_fraction: float) -> float:
     """Return `test_fraction` unchanged; raise an error unless it is between 0 and 1."""
-    fraction = check_finite_number(owner, "test_fraction", test_fraction)
+    fraction = check_finite_number("test_fraction", test_fraction)
     if not 0 < fraction < 1:
-        raise InvalidValue("must be between 0 and 1", owner, "test_fraction", got=test_fraction)
+        raise InvalidValue("must be between 0 and 1", argument="test_fraction", got=test_fraction)
     return fraction
 
 
@@ -257,27 +256,28 @@ class ImageIndex:
         tag_names: Sequence[str] | None = None,
         lines: ListLines | None = None,
     ) -> None:
-        self.paths = packed("paths", paths)
-        self.labels = integer_array("labels", labels)
-        self.categories = optional_array("categories", categories)
-        self.levels = level_array(levels)
-        self.boxes = box_array(boxes)
-        self.roles = role_array(roles)
-        self.instances = optional_array("instances", instances)
-        self.cameras = optional_array("cameras", cameras)
-        self.tags = tag_array(tags)
-        self.names = None if names is None else packed("names", names)
-        self.tag_names = None if tag_names is None else packed("tag_names", tag_names)
         if lines is not None and not isinstance(lines, ListLines):
             raise InvalidType("must be a ListLines or None", "ImageIndex", "lines", got=type(lines).__name__)
         self.lines = lines
-        _check_lengths(self)
-        _check_paths(self)
-        _check_boxes(self)
-        _check_levels(self)
-        _check_tag_names(self)
-        _check_one_label_each(self)
-        _check_instances(self)
+        with owned_by("" if lines else "ImageIndex"):  # a data set whose list was read names itself
+            self.paths = packed("paths", paths)
+            self.labels = integer_array("labels", labels)
+            self.categories = optional_array("categories", categories)
+            self.levels = level_array(levels)
+            self.boxes = box_array(boxes)
+            self.roles = role_array(roles)
+            self.instances = optional_array("instances", instances)
+            self.cameras = optional_array("cameras", cameras)
+            self.tags = tag_array(tags)
+            self.names = None if names is None else packed("names", names)
+            self.tag_names = None if tag_names is None else packed("tag_names", tag_names)
+            _check_lengths(self)
+            _check_paths(self)
+            _check_boxes(self)
+            _check_levels(self)
+            _check_tag_names(self)
+            _check_one_label_each(self)
+            _check_instances(self)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -308,13 +308,6 @@ class ImageIndex:
             for side in self.boxes.T:
                 hashes = hashes * np.int64(1_000_003) + side  # the integers overflow on purpose
         return hashes
-
-    @property
-    def owner(self) -> str:
-        """The prefix of error messages: the data set whose list was read, or `ImageIndex`."""
-        if self.lines is None:
-            return "ImageIndex"
-        return self.lines.owner
 
     def where(self, *positions: int) -> str:
         """The lines that these images were read from, for an error message; empty if the lines are not known."""
@@ -358,12 +351,12 @@ class ImageIndex:
 
 def _check_lengths(index: ImageIndex) -> None:
     if len(index) == 0:
-        raise InvalidValue("must hold at least one image", "ImageIndex", "paths", got="none")
+        raise InvalidValue("must hold at least one image", argument="paths", got="none")
     for name in _COLUMNS:
         values = getattr(index, name)
         if values is not None and len(values) != len(index):
             rule = f"must have one entry for each of {len(index)} paths"
-            raise InvalidValue(rule, "ImageIndex", name, got=len(values))
+            raise InvalidValue(rule, argument=name, got=len(values))
 
 
 def _check_paths(index: ImageIndex) -> None:
@@ -373,10 +366,10 @@ def _check_paths(index: ImageIndex) -> None:
     for position in pyarrow.compute.indices_nonzero(may_be_invalid).to_pylist():
         path = index.paths[position]
         if leaves_root(path):
-            raise InvalidValue("must lie inside the root", index.owner, "paths", got=f"{path!r}{index.where(position)}")
+            raise InvalidValue("must lie inside the root", argument="paths", got=f"{path!r}{index.where(position)}")
         if _NOT_NORMALIZED.search(path):
             rule = "must be without './' and '//'"
-            raise InvalidValue(rule, index.owner, "paths", got=f"{path!r}{index.where(position)}")
+            raise InvalidValue(rule, argument="paths", got=f"{path!r}{index.where(position)}")
 
 
 def _check_boxes(index: ImageIndex) -> None:
@@ -387,7 +380,7 @@ def _check_boxes(index: ImageIndex) -> None:
     if len(empty):
         first = int(empty[0])
         got = f"{index.boxes[first].tolist()} for {index.paths[first]}{index.where(first)} ({len(empty)} such boxes)"
-        raise InvalidValue("must contain at least one pixel", index.owner, "boxes", got=got)
+        raise InvalidValue("must contain at least one pixel", argument="boxes", got=got)
 
 
 def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -411,8 +404,7 @@ def _check_levels(index: ImageIndex) -> None:
             first, second = conflict
             raise InvalidValue(
                 "must nest, the finest first",
-                index.owner,
-                "levels",
+                argument="levels",
                 got=f"{index.levels[first].tolist()} for {index.paths[first]} and {index.levels[second].tolist()} "
                 f"for {index.paths[second]}{index.where(first, second)}",
             )
@@ -423,7 +415,7 @@ def _check_tag_names(index: ImageIndex) -> None:
         return
     count, largest = len(index.tag_names), int(index.tags.max())
     if largest >= count:
-        raise InvalidValue("must have a name for each tag", index.owner, "tag_names", got=f"{count} for tag {largest}")
+        raise InvalidValue("must have a name for each tag", argument="tag_names", got=f"{count} for tag {largest}")
 
 
 def _check_one_label_each(index: ImageIndex) -> None:
@@ -439,8 +431,7 @@ def _check_one_label_each(index: ImageIndex) -> None:
         if index.labels[first] != index.labels[position]:
             raise InvalidValue(
                 "must be the same each time that an image is listed with one box or without any",
-                index.owner,
-                "labels",
+                argument="labels",
                 got=f"{index.labels[[first, position]].tolist()} for "
                 f"{index.paths[position]}{index.where(first, position)}",
             )
@@ -460,8 +451,7 @@ def _check_instances(index: ImageIndex) -> None:
             first, second = conflict
             raise InvalidValue(
                 f"must have one {name} each",
-                index.owner,
-                "instances",
+                argument="instances",
                 got=f"{values[[first, second]].tolist()} for instance {index.instances[first]} "
                 f"({index.paths[first]} and {index.paths[second]}){index.where(first, second)}",
             )
@@ -487,7 +477,6 @@ def read_cached(
     folder: Path,
     *,
     root: Path | None = None,
-    owner: str = "ImageDataModule",
 ) -> dict[str, ImageIndex]:
     """Return the result of `read()`, from the cache if sources and settings are unchanged.
 
@@ -504,7 +493,6 @@ def read_cached(
         root: the folder that the paths of the images are relative to. If none of a few images of a split exists there,
             the images have been moved, for example to another accepted directory structure, and the index is read
             again. If None, this is not checked.
-        owner: prefix of error messages and warnings.
 
     Raises:
         ValueError: if `folder` is a file or is inside one.
@@ -513,13 +501,13 @@ def read_cached(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         rule = "must be a folder or a path where one can be created"
-        raise InvalidValue(rule, owner, "cache_dir", got=f"{folder} ({error.strerror})") from None
+        raise InvalidValue(rule, argument="cache_dir", got=f"{folder} ({error.strerror})") from None
     except OSError as error:
-        _warn_of_failure(owner, folder, error)
+        _warn_of_failure(folder, error)
         return dict(read())
     file = folder / f"index-{_key(sources, settings)}.npz"
     if file.is_file():
-        loaded = _load(owner, file)
+        loaded = _load(file)
         if loaded is not None and not _were_moved(loaded[0], root):
             splits, messages = loaded
             for message in messages:
@@ -529,13 +517,13 @@ def read_cached(
     try:
         _save(file, result, messages_now)
     except OSError as error:
-        _warn_of_failure(owner, folder, error)
+        _warn_of_failure(folder, error)
     return result
 
 
-def _warn_of_failure(owner: str, folder: Path, error: OSError) -> None:
+def _warn_of_failure(folder: Path, error: OSError) -> None:
     warnings.warn(
-        f"{owner}: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
+        f"ImageDataModule: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
         f"({error.strerror}).",
         stacklevel=4,
     )
@@ -571,7 +559,7 @@ def _save(file: Path, splits: Mapping[str, ImageIndex], messages: Sequence[str])
         np.savez(stream, **arrays)
 
 
-def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
+def _load(file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
     """The splits and the warnings in a file of the cache; None if the file is damaged."""
     arrays_of_split: dict[str, dict[str, NDArray[Any]]] = {}
     try:
@@ -584,7 +572,7 @@ def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings]
         splits = {split: ImageIndex.from_arrays(parts) for split, parts in arrays_of_split.items()}
     except Exception as error:  # zipfile and NumPy do not document the types of their errors
         warnings.warn(
-            f"{owner}: the lists are read again because the cache file {file} cannot be read ({error!r}).",
+            f"ImageDataModule: the lists are read again because the cache file {file} cannot be read ({error!r}).",
             stacklevel=3,
         )
         return None

@@ -36,7 +36,7 @@ from lightning_retrieval.preparation.serialised import Transform
 from lightning_retrieval.preparation.training_transforms import PaperName
 
 
-def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+def check_no_shared_classes(splits: Mapping[str, ImageIndex]) -> None:
     """Raise a ValueError if a class is in the split `"train"` and in another split."""
     if "train" not in splits:
         return
@@ -51,7 +51,6 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
             raise InvalidValue(
                 f"classes must be in training or in evaluation, not in both, got {len(shared)} in train and {name}, "
                 f"such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}",
-                owner,
             )
 
 
@@ -64,7 +63,7 @@ def _where_class(indices: Sequence[ImageIndex], name: str) -> str:
     return " and".join(filter(None, lines))
 
 
-def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+def check_no_shared_images(splits: Mapping[str, ImageIndex]) -> None:
     """Raise a ValueError if the same image with the same box is in the split `"train"` and in another split."""
     if "train" not in splits or len(splits) == 1:
         return
@@ -80,7 +79,7 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
         shared = sorted(candidates.intersection(map(train.key, range(len(train)))))
         if shared:
             got = f"{len(shared)} in train and {name}, such as {shared[0][0]}{_where_image((train, index), shared[0])}"
-            raise InvalidValue("images must be in training or in evaluation, not in both", owner, got=got)
+            raise InvalidValue("images must be in training or in evaluation, not in both", got=got)
 
 
 def _where_image(indices: Sequence[ImageIndex], key: tuple[Any, ...]) -> str:
@@ -99,11 +98,10 @@ def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64])
     return positions
 
 
-def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) -> None:
+def check_same_images(read: Callable[[], Mapping[str, ImageIndex]]) -> None:
     """Read the splits, and check that all processes have the same splits; all processes must call this.
 
     Args:
-        owner: prefix of error messages.
         read: reads the splits of this process.
 
     Raises:
@@ -120,7 +118,7 @@ def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) 
         count, first_count = splits.get(name, (0, ""))[0], expected.get(name, (0, ""))[0]
         rule = "all processes must have the same images with the same labels"
         got = f"another list {name!r} on rank {rank} ({count:,} images) than on rank 0 ({first_count:,} images)"
-        raise InvalidValue(rule, owner, got=got, cure="give all machines the same files")
+        raise InvalidValue(rule, got=got, cure="give all machines the same files")
 
 
 class ReadingSettings(LoaderSettings, total=False):
@@ -219,7 +217,7 @@ class ImageDataModule(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
-        self.root = check_path(owner, "root", root)
+        self.root = check_path("root", root, owner=owner)
         self.transform = checked(self, transform=transform)
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
@@ -234,7 +232,7 @@ class ImageDataModule(RetrievalDataModule):
             raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)
         self.cache_dir: Path | None = None
         if cache_dir is not None:
-            self.cache_dir = check_path(owner, "cache_dir", cache_dir)
+            self.cache_dir = check_path("cache_dir", cache_dir, owner=owner)
         self._base_attributes = frozenset(vars(self))  # attributes of a subclass are part of the cache's key
 
     @abstractmethod
@@ -273,6 +271,7 @@ class ImageDataModule(RetrievalDataModule):
             if self.trainer is None or world_size() == 1:
                 raise
 
+    @owned
     def setup(self, stage: str) -> None:
         """Check that all processes have the same images, and prepare images for the model of the run.
 
@@ -280,7 +279,7 @@ class ImageDataModule(RetrievalDataModule):
         sees an image.
         """
         if self.trainer is not None and world_size() > 1:
-            check_same_images(type(self).__name__, lambda: self.splits)
+            check_same_images(lambda: self.splits)
         self._follow_module()
         if stage == "fit":
             self.train_set  # noqa: B018
@@ -303,16 +302,14 @@ class ImageDataModule(RetrievalDataModule):
         for name, value in vars(self).items():
             if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, dict, Path)):
                 settings[name] = value
-        owner = type(self).__name__
-        return read_cached(
-            self._read_and_check, sources, [owner, self.root, settings], self.cache_dir, root=self.root, owner=owner
-        )
+        key = [type(self).__name__, self.root, settings]
+        return read_cached(self._read_and_check, sources, key, self.cache_dir, root=self.root)
 
     def _read_and_check(self) -> dict[str, ImageIndex]:
-        owner, splits = type(self).__name__, dict(self.read())
+        splits = dict(self.read())
         if not self.shared_classes:
-            check_no_shared_classes(owner, splits)
-        check_no_shared_images(owner, splits)
+            check_no_shared_classes(splits)
+        check_no_shared_images(splits)
         for index in splits.values():
             index.lines = None  # only errors of `read` need the lines, which would be sent to each worker
         return splits
@@ -429,11 +426,12 @@ class ImageDataModule(RetrievalDataModule):
         return self._split("train")[self._held_out]
 
     @cached_property
+    @owned
     def _held_out(self) -> NDArray[np.bool_]:
         """Mask of the images in the split `"train"` whose classes are held out for validation."""
         labels = self._split("train").labels
         classes = np.unique(labels).tolist()
-        held_out = split_by_class(type(self).__name__, "val_fraction", classes, self.val_fraction, self.seed)
+        held_out = split_by_class("val_fraction", classes, self.val_fraction, self.seed)
         return np.isin(labels, sorted(held_out))
 
     def check(self) -> DataReport:

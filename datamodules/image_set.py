@@ -1,6 +1,7 @@
 """A dataset that decodes, crops and transforms the images of an `ImageIndex` one by one."""
 
 import copy
+import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
@@ -35,6 +36,7 @@ Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
 _FOR_RELEVANCE = ("roles", "instances", "cameras", "tags")  # columns of the index that items also have
+FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")  # of the accented letters in the names of files
 PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
@@ -53,9 +55,9 @@ class ImageSet(Dataset[dict[str, Any]]):
             attributes. `background` is the colour behind transparent pixels (default white). If `takes_pixels` is True,
             the function takes a tensor (3, height, width) of uint8 instead of a PIL image, which is faster for JPEGs.
             `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
-            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. If the function draws random
-            numbers from torch, Python's `random` or NumPy, they are determined by the seed that `RetrievalDataLoader`
-            gives each index.
+            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. Its random
+            numbers are determined by the seed that `RetrievalDataLoader` gives each index, whether it draws them from
+            the global generators of torch, Python and NumPy, from generators of its own, or by albumentations.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
@@ -92,14 +94,15 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
-        check_instance("ImageSet", "index", index, ImageIndex)
+        check_instance("index", index, ImageIndex, owner="ImageSet")
         self.index = index
-        self.root = check_path("ImageSet", "root", root)
-        self.transform = check_callable("ImageSet", "transform", transform)
+        self.root = check_path("root", root, owner="ImageSet")
+        self.transform = check_callable("transform", transform, owner="ImageSet")
         self.on_error = checked(self, on_error=on_error)
         self.load_truncated = checked(self, load_truncated=load_truncated)
         self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
         self._gives_uint8 = False
+        self._found_generators: tuple[Any, list[Any]] = (None, [])  # those of a transform
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
     # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
@@ -143,6 +146,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return [self.index.paths[position] for position in self._skipped.nonzero()[:, 0].tolist()]
 
     @staticmethod
+    @owned_by("ImageSet")
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
         """Make a batch of the readable items. If no item of an evaluation batch is readable, use one black image.
 
@@ -152,7 +156,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         found = [item for item in items if "skipped" not in item]
         if not found:
             found = [_placeholder_of_batch(items)]
-        check_image_sizes("ImageSet", found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
+        check_image_sizes(found, "use a transform that crops, or, in evaluation, eval_batch_size=1")
         batch: dict[str, Any] = default_collate(found)
         return batch
 
@@ -167,7 +171,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        with seeded_item(index):
+        with seeded_item(index, self._generators(index)):
             item = self._with_images(image)
         item |= {"labels": self._target(position), "ids": torch.tensor(position)}
         for name in _FOR_RELEVANCE:
@@ -231,10 +235,17 @@ class ImageSet(Dataset[dict[str, Any]]):
             return getattr(self.transform, "to_uint8", None)
         return None
 
+    def _generators(self, index: int) -> list[Any]:
+        """The generators that the transform itself has, if the index has a seed. They are looked for once."""
+        if isinstance(index, SeededIndex) and self._found_generators[0] is not self.transform:
+            self._found_generators = self.transform, own_generators(self.transform)
+        return self._found_generators[1]
+
     def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
         """An item with only the transformed image."""
         images = self.transformed(image)
-        check_transformed("ImageSet", images)
+        with owned_by("ImageSet"):
+            check_transformed(images)
         if self._to_uint8() is None:
             return {"images": images}
         return {"images": images, UNNORMALIZED: torch.tensor(True)}
@@ -283,6 +294,9 @@ class ImageSet(Dataset[dict[str, Any]]):
             if isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 kind = FileNotFoundError
                 cure = "correct `root`"
+                form = _form_of_file(self.root, self.index.paths[position])
+                if form is not None:
+                    cure = f"write its name in the Unicode form {form}, in which there is such a file"
             elif isinstance(error, PermissionError):
                 cure = "let this user read it"
             elif is_system_error(error):
@@ -300,20 +314,26 @@ class ImageSet(Dataset[dict[str, Any]]):
             )
 
 
-def check_transformed(owner: str, images: Any) -> None:
+def _form_of_file(root: Path, path: str) -> str | None:
+    """The Unicode form in which a file with the name `path` exists; None if there is no such file."""
+    for form in FORMS:
+        if (root / unicodedata.normalize(form, path)).is_file():
+            return form
+    return None
+
+
+def check_transformed(images: Any) -> None:
     """Raise unless a transform has returned a tensor.
 
     Args:
-        owner: prefix of the error message.
         images: the return value of the transform.
     """
     if isinstance(images, Tensor):
-        check_tensor(owner, "transform's result", images)
+        check_tensor("transform's result", images)
         return
     raise InvalidType(
         "must return a tensor (channels, height, width)",
-        owner,
-        "transform",
+        argument="transform",
         got=type(images).__name__,
         cure="end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() "
         "of albumentations",
@@ -329,14 +349,13 @@ def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
             return placeholder
     paths = first_of([item["skipped"] for item in items], 3)
     rule = f"none of the {len(items)} images of a batch could be read ({paths})"
-    raise InvalidValue(rule, "ImageSet", cure="repair or remove them first")
+    raise InvalidValue(rule, cure="repair or remove them first")
 
 
-def check_image_sizes(owner: str, items: Any, cure: str) -> None:
+def check_image_sizes(items: Any, cure: str) -> None:
     """Raise unless the images of a batch have the same size.
 
     Args:
-        owner: prefix of the error message.
         items: items of a dataset: dicts with `images`, tuples that begin with an image, or images; other items are not
             checked.
         cure: the end of the error message.
@@ -362,4 +381,4 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
         found[tuple(image.shape)] = which
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
-        raise InvalidValue("images of a batch must have the same size", owner, got=sizes, cure=cure)
+        raise InvalidValue("images of a batch must have the same size", got=sizes, cure=cure)

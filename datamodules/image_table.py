@@ -36,7 +36,7 @@ from lightning_retrieval.datamodules.table_file import (
 )
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
 
@@ -197,7 +197,7 @@ def _warn_of_other_separators(table: TableColumns) -> None:
     if separated:
         row = separated[0]
         warnings.warn(
-            f"{table.owner}: `tags` must be separated by {TAG_SEPARATOR!r}, got {texts[row]!r} at {table.unit} "
+            f"`tags` must be separated by {TAG_SEPARATOR!r}, got {texts[row]!r} at {table.unit} "
             f"{table.lines[row]} of {table.path}, which has another separator and so is not split there "
             f"({len(separated)} such rows); write {TAG_SEPARATOR!r} between tags.",
             stacklevel=2,
@@ -222,24 +222,21 @@ def parse_splits(table: TableColumns) -> NDArray[Any] | None:
     names = sorted(set(splits))
     if "train" not in names or len(names) == 1:
         got = f"{', '.join(map(repr, names))} in {table.path}"
-        raise InvalidValue("must have rows of train and of val, test or others", table.owner, "split", got=got)
+        raise InvalidValue("must have rows of train and of val, test or others", argument="split", got=got)
     return np.array(splits)
 
 
-def draw_splits(
-    owner: str, labels: NDArray[Any], distractors: NDArray[np.bool_], test_fraction: float, seed: int
-) -> NDArray[Any]:
+def draw_splits(labels: NDArray[Any], distractors: NDArray[np.bool_], test_fraction: float, seed: int) -> NDArray[Any]:
     """Split the classes between training and test; distractors belong to the test set.
 
     Args:
-        owner: prefix of error messages.
         labels: the label of each row.
         distractors: whether each row is a distractor, whose label does not count.
         test_fraction: fraction of the classes that form the test set.
         seed: determines which classes form the test set.
     """
     classes = np.unique(labels[~distractors]).tolist()
-    test = split_by_class(owner, "test_fraction", classes, test_fraction, seed)
+    test = split_by_class("test_fraction", classes, test_fraction, seed)
     is_test = distractors | np.isin(labels, sorted(test))
     return np.where(is_test, "test", "train")
 
@@ -448,12 +445,14 @@ class ImageTable(ImageDataModule):
         **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
-        self.table = check_path("ImageTable", "table", table)
-        self.test_fraction = check_test_fraction("ImageTable", test_fraction)
-        self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0, most=None)
-        self._format = TableFormat.checked("ImageTable", columns, delimiter)
+        with owned_by("ImageTable"):
+            self.table = check_path("table", table)
+            self.test_fraction = check_test_fraction(test_fraction)
+            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
+            self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 
+    @owned
     def sources(self) -> list[Path]:
         """The table."""
         return [self._table_path()]
@@ -464,6 +463,7 @@ class ImageTable(ImageDataModule):
         images.roles = None
         return images
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of the table, by split."""
         path = self._table_path()
@@ -473,7 +473,7 @@ class ImageTable(ImageDataModule):
         labels = parse_labels(table, distractors)
         splits = parse_splits(table)
         if splits is None:
-            splits = draw_splits("ImageTable", labels, distractors, self.test_fraction, self.split_seed)
+            splits = draw_splits(labels, distractors, self.test_fraction, self.split_seed)
         else:
             in_training = np.flatnonzero(distractors & (splits == "train")).tolist()
             table.check(in_training, "`role` must be query, gallery or both in training", table.columns.get("role"))
@@ -490,9 +490,9 @@ class ImageTable(ImageDataModule):
     def _table_path(self) -> Path:
         path = self.table
         if (self.root / self.table).exists() or not self.table.is_file():
-            path = find_file("ImageTable", self.root, str(self.table), argument="table")
+            path = find_file(self.root, str(self.table), argument="table")
         if path.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", "ImageTable", "table", got=f"the folder {path}")
+            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {path}")
         return path
 
 
@@ -505,4 +505,4 @@ def _check_queries_and_gallery(
         for side in ("query", "gallery"):
             if not (known_roles & ROLES[side]).any():
                 rule = f"must be {side} or both in at least one row of {name!r}"
-                raise InvalidValue(rule, "ImageTable", "role", got=f"none in {path}")
+                raise InvalidValue(rule, argument="role", got=f"none in {path}")

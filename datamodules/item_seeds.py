@@ -4,9 +4,14 @@ The augmentation of an image therefore does not depend on the number of ranks or
 interrupted.
 """
 
+import functools
+import inspect
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePath
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -16,13 +21,21 @@ from torch import Tensor
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, check_unmasked, is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.preparation.serialised import AlbumentationsTransform
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# What holds no generator, or seeds it itself, or cannot be seeded.
+_VALUES = (str, bytes, int, float, NoneType, Tensor, np.ndarray, PurePath, ModuleType)
+_WITHOUT = (*_VALUES, AlbumentationsTransform, random.SystemRandom)
+# Packages whose functions draw from the global generators or from attributes of their objects.
+_LIBRARIES = ("torch", "torchvision", "timm", "albumentations", "numpy", "PIL", "cv2", "lightning_retrieval")
+_MOST_PARTS = 10_000  # number of objects in which generators are looked for
 
 
-def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
+def as_array(name: str, values: Any) -> NDArray[Any]:
     """Convert anything to an array; the caller checks dtype and shape.
 
     Args:
-        owner: prefix of error messages.
         name: name of the argument that holds the values.
         values: a tensor, an array, a sequence or anything else.
 
@@ -31,17 +44,17 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         TypeError: if a tensor does not hold integers, or is sparse.
     """
     if isinstance(values, Tensor):
-        check_tensor(owner, name, values)
+        check_tensor(name, values)
         if not is_integer(values):
-            raise InvalidType("must be integers", owner, name, got=str(values.dtype).removeprefix("torch."))
+            raise InvalidType("must be integers", argument=name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
-    check_unmasked(owner, name, values)
+    check_unmasked(name, values)
     try:
         array = np.asarray(values)
     except ValueError:
-        raise InvalidValue("must be one integer for each image", owner, name, got="rows of unequal length") from None
+        raise InvalidValue("must be one integer for each image", argument=name, got="rows of unequal length") from None
     if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-        raise InvalidValue("must be below 2**63", owner, name, got=f"{array.max()} of uint64")
+        raise InvalidValue("must be below 2**63", argument=name, got=f"{array.max()} of uint64")
     return array
 
 
@@ -99,12 +112,12 @@ def item_generator(index: int) -> torch.Generator | None:
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
-    check_integer("item_generator", "index", index, least=-LARGEST_INTEGER)
+    check_integer("index", index, least=-LARGEST_INTEGER, owner="item_generator")
     return None
 
 
 @contextmanager
-def seeded_item(index: int) -> Iterator[None]:
+def seeded_item(index: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     """Seed the global generators of torch, Python and NumPy within a context, if the index has a seed.
 
     On exit, the previous states are restored. All three generators are needed: the transforms of torchvision use the
@@ -112,6 +125,7 @@ def seeded_item(index: int) -> Iterator[None]:
 
     Args:
         index: the argument of `dataset[index]`; for a plain `int`, nothing is seeded.
+        generators: further generators that are seeded, see `own_generators`. Each gets a seed of its own.
     """
     if not isinstance(index, SeededIndex):
         yield
@@ -122,11 +136,97 @@ def seeded_item(index: int) -> Iterator[None]:
     random.seed(index.seed)
     np.random.seed(index.seed % 2**32)
     try:
-        yield
+        with ExitStack() as stack:
+            for number, own in enumerate(generators, 1):
+                stack.callback(_seeded(own, (index.seed + number) % 2**63))
+            yield
     finally:
         generator.set_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+
+
+def own_generators(transform: Any) -> list[Any]:
+    """Find the generators of random numbers that a transform draws from besides the global ones.
+
+    A generator is found in an attribute of the transform or of its class, a list, a tuple, a dict, a partial function,
+    a default argument, or a variable that a function reads from outside. The order is the same in all processes.
+    Objects with a method `set_random_seed`, such as the transforms of albumentations, stand for their generators.
+
+    Args:
+        transform: a function.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    pending = deque([transform])
+    while pending and len(seen) < _MOST_PARTS:
+        part = pending.popleft()
+        if isinstance(part, _WITHOUT) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, GENERATORS) or callable(getattr(type(part), "set_random_seed", None)):
+            found.append(part)
+        else:
+            pending.extend(_parts(part))
+    return found
+
+
+def _parts(part: Any) -> Iterable[Any]:
+    """The objects that an object directly consists of or reads."""
+    if isinstance(part, dict):
+        return part.values()
+    if isinstance(part, (list, tuple)):
+        return part
+    if isinstance(part, functools.partial):
+        return part.func, *part.args, *part.keywords.values()
+    if isinstance(part, MethodType):
+        return part.__self__, part.__func__
+    if isinstance(part, FunctionType):
+        return _parts_of_function(part)
+    parts = list(getattr(part, "__dict__", {}).values())
+    owner = part if isinstance(part, type) else type(part)
+    for cls in owner.__mro__:
+        if not _is_of_library(cls):
+            parts += vars(cls).values()
+    return parts
+
+
+def _parts_of_function(function: FunctionType) -> Iterable[Any]:
+    """The default arguments of a function, and the variables that it reads from outside."""
+    if _is_of_library(function):
+        return ()
+    try:
+        outside = inspect.getclosurevars(function)
+    except ValueError:  # a variable has no value yet
+        return function.__defaults__ or ()
+    return *(function.__defaults__ or ()), *outside.nonlocals.values(), *outside.globals.values()
+
+
+def _is_of_library(part: Any) -> bool:
+    """Whether a class or a function belongs to a package that draws from no generator of its own."""
+    return str(part.__module__).partition(".")[0] in (*_LIBRARIES, "builtins")
+
+
+def _seeded(generator: Any, seed: int) -> Callable[[], Any]:
+    """Seed what `own_generators` has found; return a function that restores the state of a generator."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        before = bits.state
+        bits.state = type(bits)(seed).state
+        return functools.partial(setattr, bits, "state", before)
+    if isinstance(generator, random.Random):
+        restore: Callable[[], Any] = functools.partial(generator.setstate, generator.getstate())
+        generator.seed(seed)
+    elif isinstance(generator, torch.Generator):
+        restore = functools.partial(generator.set_state, generator.get_state())
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        restore = functools.partial(generator.set_state, generator.get_state())
+        generator.seed(seed % 2**32)
+    else:
+        generator.set_random_seed(seed % 2**32)
+        return lambda: None
+    return restore
 
 
 class SeededIndex(int):

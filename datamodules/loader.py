@@ -5,8 +5,11 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from lightning_retrieval.checks import (
     check_instance,
     check_integer,
     check_unmasked,
+    first_line,
     first_of,
     short_repr,
 )
@@ -28,7 +32,7 @@ from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.ranking.relevance import NO_TAG
 
@@ -72,8 +76,8 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     def set_position(self, epoch: int, start: int) -> None:
         """Make iterations of `epoch` begin at batch `start`."""
-        epoch = check_integer("RetrievalDataLoader", "epoch", epoch, 0)
-        start = check_integer("RetrievalDataLoader", "start", start, 0)
+        epoch = check_integer("epoch", epoch, 0, owner="RetrievalDataLoader")
+        start = check_integer("start", start, 0, owner="RetrievalDataLoader")
         if start > len(self):
             rule = "must be at most the number of batches of an epoch"
             cure = "resume with the labels and the sampler that the position was saved with"
@@ -153,7 +157,7 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     Relations:
         Pass the position to the loader: `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
     """
-    check_instance("resume_position", "trainer", trainer, pl.Trainer)
+    check_instance("trainer", trainer, pl.Trainer, owner="resume_position")
     epochs = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     between_epochs = epochs.ready <= epochs.completed
@@ -204,6 +208,30 @@ def loader_settings(
     }
 
 
+def check_workers_can_transform(dataset: Any) -> None:
+    """Raise if workers are new processes, to which the transform of a data set cannot be sent.
+
+    Args:
+        dataset: a data set whose loader has workers, perhaps of two sides. Only `transform` is checked.
+    """
+    methods = multiprocessing.get_all_start_methods()  # the default is the first
+    method = multiprocessing.get_start_method(allow_none=True) or methods[0]
+    if method == "fork":
+        return
+    sides = [side.dataset for side in getattr(dataset, "sides", {}).values()]
+    transforms = [getattr(part, "transform", None) for part in sides or [dataset]]
+    try:
+        ForkingPickler.dumps(transforms)
+    except (AttributeError, TypeError, ValueError, PicklingError) as error:
+        raise InvalidType(
+            f"must be picklable, because the workers of num_workers are started by {method!r}",
+            argument="transform",
+            got=first_line(error),
+            cure="replace a lambda or an inner function by a function or class of a module, or set num_workers=0",
+        ) from error
+
+
+@owned_by("RetrievalDataLoader")
 def collate_images(items: Any) -> Any:
     """Check that all images have the same size, then make a batch with `default_collate`.
 
@@ -215,11 +243,11 @@ def collate_images(items: Any) -> Any:
         TypeError: if an array has another byte order than the machine.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
-    check_image_sizes("RetrievalDataLoader", items, cure)
+    check_image_sizes(items, cure)
     for item in items:
         for name, value in _entries(item):
-            check_unmasked("RetrievalDataLoader", name, value)
-            check_byte_order("RetrievalDataLoader", name, value)
+            check_unmasked(name, value)
+            check_byte_order(name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:
             _check_lengths(name, [item.get(name) for item in items])
@@ -269,13 +297,13 @@ class RetrievalDataLoader(DataLoader[Any]):
             other epochs begin with batch 0. If `start` is not None, `load_state_dict` does not change the position.
         kwargs: other arguments of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, `timeout`,
             `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`,
-            `pin_memory_device`, `in_order`.
+            `pin_memory_device`. `in_order` must be True, because the position of a resumed run counts the batches.
 
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
-        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, or `epoch` or `start` is out
-            of its range; during the iteration, if a batch has fewer images than there are processes or, without
-            `collate_fn`, images of different sizes.
+        ValueError: if `dataset` does not have one item for each label of `batch_sampler`, `epoch` or `start` is out of
+            its range, or `in_order` is False; during the iteration, if a batch has fewer images than there are
+            processes or, without `collate_fn`, images of different sizes.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -309,6 +337,14 @@ class RetrievalDataLoader(DataLoader[Any]):
                 got=type(batch_sampler).__name__,
             )
         _check_size(dataset, batch_sampler)
+        if not kwargs.get("in_order", True):
+            raise InvalidValue(
+                "must be True, because batches in another order are lost or repeated when a run is resumed",
+                "RetrievalDataLoader",
+                "in_order",
+                got=kwargs["in_order"],
+                cure="leave it out",
+            )
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
         if kwargs.get("collate_fn") is None:
@@ -351,7 +387,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
                 cause a warning if the sampler's `draws_classes` is False.
         """
-        check_bool(type(self).__name__, "gathered", gathered)
+        check_bool("gathered", gathered, owner=type(self).__name__)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
         section = sampler.sections(drawn).get(side)
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides

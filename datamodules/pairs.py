@@ -74,8 +74,8 @@ def shared_numbers(
 
 def _as_tensor(labels: Any) -> Tensor:
     """Labels of a data set or an item, which may be an array or a list, as a tensor."""
-    check_unmasked("Pairs", "labels", labels)
-    check_byte_order("Pairs", "labels", labels)
+    check_unmasked("labels", labels, owner="Pairs")
+    check_byte_order("labels", labels, owner="Pairs")
     return torch.as_tensor(labels)
 
 

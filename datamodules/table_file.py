@@ -7,8 +7,10 @@ import csv
 import math
 import posixpath
 import re
+import unicodedata
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from lightning_retrieval.datamodules.table_format import (
     role_of_oml,
 )
 from lightning_retrieval.files import check_regular_file, is_system_error
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 
@@ -37,6 +39,11 @@ def normalized_path(path: str) -> str:
     if not path or ".." in path.split("/"):
         return path
     return posixpath.normpath(path)
+
+
+def composed(name: str) -> str:
+    """Return the name of a class or tag in the Unicode form NFC. macOS may write é as two characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
@@ -51,23 +58,21 @@ def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ListFile:
-    """A text file in UTF-8 that lists images. Its error messages give the data set, the file and the line.
+    """A text file in UTF-8 that lists images. Its error messages give the file and the line.
 
     The position of a line is the number of lines before it that are not blank.
 
     Args:
-        owner: name of the data set's class, the prefix of error messages.
         path: path of the file.
     """
 
-    owner: str
     path: Path
 
     def error(self, problem: str, position: int | None = None) -> ValueError:
         """Create an error with the message `problem`, and with the line at `position`, if a position is given."""
         if position is not None:
             problem += f" in {self.where(position)}"
-        return InvalidValue(problem, self.owner)
+        return InvalidValue(problem)
 
     def where(self, position: int) -> str:
         """The number of the line at a position, and the file, for an error message."""
@@ -91,8 +96,7 @@ class ListFile:
         """
         if self.path.is_dir():
             raise self.error(f"{self.path} must be a text file, got a folder")
-        with owned_by(self.owner):
-            check_regular_file(self.path)
+        check_regular_file(self.path)
         encoding = "utf-8-sig"
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -285,11 +289,6 @@ class ListLines:
     rows: Sequence[int] | NDArray[np.intp] | None = None
     skip: int = 0
 
-    @property
-    def owner(self) -> str:
-        """The prefix of error messages."""
-        return self.file.owner
-
     def where(self, image: int) -> str:
         """The line number of an image, and the file."""
         return self.file.where(self.row(image) + self.skip)
@@ -317,13 +316,10 @@ SEARCH_DEPTH = 2  # number of levels of subfolders that are searched for a sugge
 MAX_ENTRIES = 1000  # subfolders are searched only among the first entries of a folder
 
 
-def find_file(
-    owner: str, root: Path, *candidates: str, companion: str = "", root_name: str = "root", argument: str = ""
-) -> Path:
+def find_file(root: Path, *candidates: str, companion: str = "", root_name: str = "root", argument: str = "") -> Path:
     """Return the first of several paths below the root that exists, whether it is a file or a folder.
 
     Args:
-        owner: prefix of error messages.
         root: the data set's folder.
         candidates: paths relative to the root.
         companion: a path that a folder must also contain to be suggested as the root, in case other data sets use the
@@ -343,13 +339,13 @@ def find_file(
         wanted += f", the `{argument}`"
     if not root.is_dir():
         found = _without_root(root, candidates, companion, root_name)
-        raise MissingFile(f"must be a folder that contains {wanted}", owner, root_name, got=f"{root}, {found}")
+        raise MissingFile(f"must be a folder that contains {wanted}", argument=root_name, got=f"{root}, {found}")
     suggestion = _suggestion(root.absolute(), candidates, companion, root_name)
     if not suggestion:
         suggestion = _suggestion(root.absolute().parent, candidates, companion, root_name)
     if not suggestion:
         suggestion = "no folder near it contains one"
-    raise MissingFile(f"must contain {wanted}", owner, root_name, got=f"{root}, which does not", cure=suggestion)
+    raise MissingFile(f"must contain {wanted}", argument=root_name, got=f"{root}, which does not", cure=suggestion)
 
 
 def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
@@ -405,6 +401,7 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
 TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMMON_FORMAT = TableFormat()
+NAME_COLUMNS = frozenset(("label", "tags", "category", "camera"))  # whose texts are names, not files or free text
 
 
 @dataclass(frozen=True)
@@ -433,18 +430,16 @@ class TableColumns:
         columns: the fields of each column, by the column's name.
         lines: line or row number of each row in the file.
         unit: unit of `lines`, `"line"` or `"row"`.
-        owner: prefix of error messages.
     """
 
     path: Path
     columns: dict[str, list[str]]
     lines: Sequence[int]
     unit: str = "line"
-    owner: str = "ImageTable"
 
     def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
         """Return the line numbers of the rows with these indices, for an `ImageIndex`."""
-        return TableLines(ListFile(self.owner, self.path), rows, numbers=self.lines, unit=self.unit)
+        return TableLines(ListFile(self.path), rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
         """Raise a ValueError about the first of the invalid rows, if there are any.
@@ -461,8 +456,8 @@ class TableColumns:
         if len(invalid_rows) > 1:
             where += f" ({len(invalid_rows)} such rows)"
         if values is None:
-            raise InvalidValue(f"{rule}, {where}", self.owner)
-        raise InvalidValue(rule, self.owner, got=f"{values[row]!r}, {where}")
+            raise InvalidValue(f"{rule}, {where}")
+        raise InvalidValue(rule, got=f"{values[row]!r}, {where}")
 
 
 def read_table(
@@ -470,7 +465,6 @@ def read_table(
     required: Sequence[str] = ("image", "label"),
     *,
     all_columns: bool = False,
-    owner: str = "ImageTable",
     table_format: TableFormat = COMMON_FORMAT,
 ) -> TableColumns:
     """Read the required columns, and those with the names `COLUMNS`, from a CSV or Parquet file.
@@ -479,7 +473,6 @@ def read_table(
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
         required: the columns that the table must have; `tags` may stand in for `label`.
         all_columns: read the columns with other names as well, but none without a name.
-        owner: prefix of error messages.
         table_format: the names of the columns in the file, and the separator of its fields.
 
     Raises:
@@ -487,11 +480,13 @@ def read_table(
             row, or the rows have different numbers of fields.
     """
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        table = _read_parquet(owner, path, required, all_columns, table_format)
+        table = _read_parquet(path, required, all_columns, table_format)
     else:
-        table = _read_csv(owner, path, required, all_columns, table_format)
+        table = _read_csv(path, required, all_columns, table_format)
     if not table.lines:
-        raise InvalidValue(f"{path} must have rows", owner, got="only the header")
+        raise InvalidValue(f"{path} must have rows", got="only the header")
+    for name in NAME_COLUMNS & table.columns.keys():
+        table.columns[name] = list(map(composed, table.columns[name]))
     if table_format.is_oml:
         _convert_oml(table)
     return table
@@ -532,15 +527,13 @@ def _convert_oml(table: TableColumns) -> None:
     columns["role"] = roles
 
 
-def _read_csv(
-    owner: str, path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat
-) -> TableColumns:
+def _read_csv(path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat) -> TableColumns:
     delimiter = table_format.delimiter
-    rows = ListFile(owner, path).csv_rows(may_span_lines=True, delimiter=delimiter)
+    rows = ListFile(path).csv_rows(may_span_lines=True, delimiter=delimiter)
     named = read_csv_header(rows)
     header = table_format.renamed(named)
     wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
-    _check_header(owner, path, named, required, wanted, table_format)
+    _check_header(path, named, required, wanted, table_format)
     positions: list[tuple[str, int]] = []
     table: dict[str, list[str]] = {}
     for name in wanted:
@@ -550,7 +543,7 @@ def _read_csv(
     spanning: list[CSVRow] = []
     for row in rows:
         if len(row.fields) != len(header):
-            raise _wrong_number_of_fields(owner, path, named, row, delimiter)
+            raise _wrong_number_of_fields(path, named, row, delimiter)
         if row.last > row.first:
             spanning.append(row)
         lines.append(row.first)
@@ -560,11 +553,11 @@ def _read_csv(
         values = {name: frozenset(column) for name, column in table.items()}
         forms = {name: frozenset(map(_form, column)) for name, column in table.items()}
         for row in spanning:
-            _check_lines_of_row(owner, path, header, values, forms, row, delimiter)
-    return TableColumns(path, table, lines, owner=owner)
+            _check_lines_of_row(path, header, values, forms, row, delimiter)
+    return TableColumns(path, table, lines)
 
 
-def _wrong_number_of_fields(owner: str, path: Path, header: Sequence[str], row: CSVRow, delimiter: str) -> InvalidValue:
+def _wrong_number_of_fields(path: Path, header: Sequence[str], row: CSVRow, delimiter: str) -> InvalidValue:
     """The error for a row that has more or fewer fields than the header."""
     rule = f"each row must have the header's {len(header)} fields"
     got = f"{len(row.fields)}, at line {row.first} of {path}"
@@ -575,11 +568,10 @@ def _wrong_number_of_fields(owner: str, path: Path, header: Sequence[str], row: 
     elif len(row.fields) == len(header) - 1 and not header[-1]:
         got += ", while the header ends with a separator"
         cure = f"remove the {delimiter!r} at the end of the header"
-    return InvalidValue(rule, owner, got=got, cure=cure)
+    return InvalidValue(rule, got=got, cure=cure)
 
 
 def _check_lines_of_row(
-    owner: str,
     path: Path,
     header: Sequence[str],
     values: Mapping[str, Container[str]],
@@ -594,7 +586,6 @@ def _check_lines_of_row(
     those in the table only in numbers, or file names of a type that occurs there.
 
     Args:
-        owner: prefix of error messages.
         path: path of the table.
         header: names of all columns.
         values: the fields of each column that is read.
@@ -609,7 +600,7 @@ def _check_lines_of_row(
         if is_structured or has_row or _have_form_of_rows(header, forms, lines):
             got = f"one row in lines {row.first} to {row.last} of {path}"
             cure = f"close the quote that line {row.first} opens, or write two quotes for a quote in a field"
-            raise InvalidValue("must not hold other rows", owner, name, got=got, cure=cure)
+            raise InvalidValue("must not hold other rows", argument=name, got=got, cure=cure)
 
 
 def _lines_as_rows(fields: Sequence[str], position: int, delimiter: str) -> Iterator[list[str | None]]:
@@ -670,13 +661,10 @@ def _form(field: str) -> str:
     return text
 
 
-def _read_parquet(
-    owner: str, path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat
-) -> TableColumns:
+def _read_parquet(path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat) -> TableColumns:
     import pyarrow.parquet
 
-    with owned_by(owner):
-        check_regular_file(path)
+    check_regular_file(path)
     table: dict[str, list[str]] = {}
     try:
         metadata = pyarrow.parquet.read_metadata(path)
@@ -687,15 +675,22 @@ def _read_parquet(
         wanted = _wanted_columns(header, required, all_columns, table_format.is_oml)
         readable = {name: named[header.index(name)] for name in wanted if header.count(name) == 1}
         content = pyarrow.parquet.read_table(path, columns=list(readable.values()))
-        for name, theirs in readable.items():
-            separator = TAG_SEPARATOR if name == "tags" else " "
-            table[name] = [as_text(value, separator) for value in content.column(theirs).to_pylist()]
     except Exception as error:  # pyarrow raises errors of many types, few of which give the file
         if is_system_error(error):
             raise
-        raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})", owner) from None
-    _check_header(owner, path, named, required, wanted, table_format)
-    return TableColumns(path, table, range(1, content.num_rows + 1), unit="row", owner=owner)
+        raise InvalidValue(f"{path} must be a Parquet file, but cannot be read as one ({error})") from None
+    for name, theirs in readable.items():
+        separator = TAG_SEPARATOR if name == "tags" else " "
+        column = content.column(theirs)
+        try:
+            table[name] = [as_text(value, separator) for value in column.to_pylist()]
+        except (TypeError, ValueError):  # also a date that Python does not have
+            rule = "must hold text in UTF-8, numbers, or lists of them"
+            got = f"the type {column.type} in {path}"
+            cure = "for images in a Parquet file, use HuggingFaceImages"
+            raise InvalidValue(rule, argument=theirs, got=got, cure=cure) from None
+    _check_header(path, named, required, wanted, table_format)
+    return TableColumns(path, table, range(1, content.num_rows + 1), unit="row")
 
 
 def as_text(value: Any, separator: str) -> str:
@@ -704,21 +699,28 @@ def as_text(value: Any, separator: str) -> str:
     Args:
         value: a value of a column.
         separator: stands between the elements of a list.
+
+    Raises:
+        TypeError: if the value is a mapping.
+        UnicodeDecodeError: if the value is not text in UTF-8.
     """
     if isinstance(value, (list, tuple)):
         return separator.join(as_text(element, separator) for element in value)
     if value is None:
         return ""
-    if isinstance(value, float):  # pandas stores integers with gaps as floats such as 3.0 and NaN
+    if isinstance(value, Mapping):
+        raise TypeError(f"{type(value).__name__} is not text")
+    if isinstance(value, bytes):  # Impala and older versions of Spark write text without its type
+        return value.decode().strip()
+    if isinstance(value, (float, Decimal)):  # pandas stores integers with gaps as floats such as 3.0 and NaN
         if math.isnan(value):
             return ""
-        if value.is_integer():
+        if math.isfinite(value) and value == int(value):
             return str(int(value))
     return str(value).strip()
 
 
 def _check_header(
-    owner: str,
     path: Path,
     named: Sequence[str],
     required: Sequence[str],
@@ -727,7 +729,7 @@ def _check_header(
 ) -> None:
     absent = table_format.absent(named)
     if absent is not None:
-        raise InvalidValue(absent, owner, "columns", got=f"{','.join(named)!r} in line 1 of {path}")
+        raise InvalidValue(absent, argument="columns", got=f"{','.join(named)!r} in line 1 of {path}")
     header = table_format.renamed(named)
     missing = find_missing(required, header)
     if "tags" in header and "label" in missing:
@@ -743,7 +745,7 @@ def _check_header(
         separator = "commas" if table_format.delimiter == "," else repr(table_format.delimiter)
         rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by {separator}"
         got = f"{','.join(named)!r}, which lacks {', '.join(missing)}"
-        raise InvalidValue(rule, owner, got=got, cure=table_format.cure(named))
+        raise InvalidValue(rule, got=got, cure=table_format.cure(named))
     for name in wanted:
         if list(header).count(name) > 1:
-            raise InvalidValue(f"line 1 of {path} must name each column once", owner, got=f"{name} twice")
+            raise InvalidValue(f"line 1 of {path} must name each column once", got=f"{name} twice")

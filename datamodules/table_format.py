@@ -44,11 +44,10 @@ class TableFormat:
     delimiter: str = ","
 
     @staticmethod
-    def checked(owner: str, columns: Any, delimiter: Any) -> "TableFormat":
+    def checked(columns: Any, delimiter: Any) -> "TableFormat":
         """The format with these settings.
 
         Args:
-            owner: prefix of error messages.
             columns: as for the class.
             delimiter: as for the class.
 
@@ -57,11 +56,11 @@ class TableFormat:
                 character that can separate fields.
             TypeError: if an argument has the wrong type.
         """
-        separator = check_string(owner, "delimiter", delimiter)
+        separator = check_string("delimiter", delimiter)
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
-            raise InvalidValue(rule, owner, "delimiter", got=short_repr(delimiter))
-        _check_columns(owner, columns)
+            raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))
+        _check_columns(columns)
         return TableFormat(columns, separator)
 
     @property
@@ -106,6 +105,8 @@ class TableFormat:
         Args:
             header: the names in the table.
         """
+        if header and header[0].startswith("sep="):
+            return "delete this line, which only Excel reads"
         for delimiter in DELIMITERS:
             if len(header) == 1 and delimiter in header[0]:
                 return f"give `delimiter` {delimiter!r}"
@@ -114,22 +115,22 @@ class TableFormat:
         return "name columns that have other names with `columns`, such as 'path' for 'image'"
 
 
-def _check_columns(owner: str, columns: Any) -> None:
+def _check_columns(columns: Any) -> None:
     """Raise unless `columns` is a dict of names, `"oml"` or None."""
     if columns is None or (isinstance(columns, str) and columns == "oml"):
         return
     rule = "must be a dict from names of this library to those of the table, or 'oml'"
     if isinstance(columns, str):
-        raise InvalidValue(rule, owner, "columns", got=short_repr(columns))
+        raise InvalidValue(rule, argument="columns", got=short_repr(columns))
     if not isinstance(columns, Mapping):
-        raise InvalidType(rule, owner, "columns", got=f"{short_repr(columns)} ({type(columns).__name__})")
+        raise InvalidType(rule, argument="columns", got=f"{short_repr(columns)} ({type(columns).__name__})")
     for here, theirs in columns.items():
         if here not in NAMES:
-            raise InvalidValue(f"must have names among {', '.join(NAMES)}", owner, "columns", got=short_repr(here))
+            raise InvalidValue(f"must have names among {', '.join(NAMES)}", argument="columns", got=short_repr(here))
         if not isinstance(theirs, str):
-            raise InvalidType(rule, owner, "columns", got=f"{short_repr(theirs)} ({type(theirs).__name__})")
+            raise InvalidType(rule, argument="columns", got=f"{short_repr(theirs)} ({type(theirs).__name__})")
     if len(set(columns.values())) < len(columns):
-        raise InvalidValue("must have another column for each name", owner, "columns", got=short_repr(columns))
+        raise InvalidValue("must have another column for each name", argument="columns", got=short_repr(columns))
 
 
 def role_of_oml(is_query: str, is_gallery: str | None = None) -> str | None:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_callable, check_integer, check_path
+from lightning_retrieval.checks import check_callable, check_integer, check_path, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
+from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import (
     check_test_fraction,
     class_numbers,
@@ -34,7 +35,7 @@ from lightning_retrieval.datamodules.image_table import (
 )
 from lightning_retrieval.datamodules.table_file import TableColumns, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
@@ -149,11 +150,12 @@ class TextTable(RetrievalDataModule):
         **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
-        self.table = check_path("TextTable", "table", table)
-        self.tokenizer = check_callable("TextTable", "tokenizer", tokenizer, may_be_none=True)
-        self.test_fraction = check_test_fraction("TextTable", test_fraction)
-        self.split_seed = check_integer("TextTable", "split_seed", split_seed, least=0, most=None)
-        self._format = TableFormat.checked("TextTable", columns, delimiter)
+        with owned_by("TextTable"):
+            self.table = check_path("table", table)
+            self.tokenizer = check_callable("tokenizer", tokenizer, may_be_none=True)
+            self.test_fraction = check_test_fraction(test_fraction)
+            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
+            self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 
     def prepare_data(self) -> None:
@@ -161,15 +163,16 @@ class TextTable(RetrievalDataModule):
         self.splits  # noqa: B018
 
     @cached_property
+    @owned
     def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
         if self.table.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", "TextTable", "table", got=f"the folder {self.table}")
+            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {self.table}")
         if not self.table.is_file():
             path = self.table.absolute()
             rule = "must be a CSV or Parquet file"
-            raise MissingFile(rule, "TextTable", "table", got=f"{path}, which does not exist")
-        table = read_table(self.table, required=("text", "label"), owner="TextTable", table_format=self._format)
+            raise MissingFile(rule, argument="table", got=f"{path}, which does not exist")
+        table = read_table(self.table, required=("text", "label"), table_format=self._format)
         texts = table.columns["text"]
         table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
         table.check(find_rows(texts, is_written_missing), "`text` must not be the text of a missing value", texts)
@@ -180,7 +183,7 @@ class TextTable(RetrievalDataModule):
             labels = np.arange(len(texts))
         splits = parse_splits(table)
         if splits is None:
-            splits = draw_splits("TextTable", labels, no_distractors, self.test_fraction, self.split_seed)
+            splits = draw_splits(labels, no_distractors, self.test_fraction, self.split_seed)
         _check_no_shared_classes(table, labels, splits)
         tags, tag_names = parse_tags(table, no_distractors)
         found = {}
@@ -218,6 +221,16 @@ class TextTable(RetrievalDataModule):
             return self._set_of_loader(self.splits[names[0]])
         return {name: self._set_of_loader(self.splits[name]) for name in names}
 
+    def check(self) -> DataReport:
+        """Count the texts, and note texts of several classes: each would be a negative of itself."""
+        report = super().check()
+        for name, split in self.splits.items():
+            ambiguous = _texts_of_several_classes(split)
+            if ambiguous and split.tags is None:
+                shown = f"{len(ambiguous):,}, such as {short_repr(ambiguous[0])}"
+                report.notes.append(f"texts of {name} with several labels: {shown}")
+        return report
+
     def _training_images(self) -> dict[str, Any]:
         texts = self.train_set.texts
         digest = digest_of_arrays({"texts": texts.data, "ends": texts.ends})
@@ -233,6 +246,16 @@ class TextTable(RetrievalDataModule):
             cure = "take a TextEmbedder, or give TextTable a `tokenizer`"
             raise InvalidValue(rule, "TextTable", got=type(side.embedder).__name__, cure=cure)
         return replace(dataset, tokenizer=side.tokenizer)
+
+
+def _texts_of_several_classes(split: TextSet) -> list[str]:
+    """The texts of a split that occur with different labels."""
+    label_of_text: dict[str, int] = {}
+    ambiguous: dict[str, None] = {}
+    for text, label in zip(split.texts, split.labels.tolist()):
+        if label_of_text.setdefault(text, label) != label:
+            ambiguous[text] = None
+    return list(ambiguous)
 
 
 def _check_no_shared_classes(table: TableColumns, labels: NDArray[Any], splits: NDArray[Any]) -> None:

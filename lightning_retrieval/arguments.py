@@ -33,7 +33,7 @@ class Rule:
     """Marks an annotation with the check that a value must pass.
 
     Args:
-        check: a function of `checks.py`, called with the owner, the name and the value of an argument.
+        check: a function of `checks.py`, called with the name, the value and the owner of an argument.
         **settings: further arguments of the check.
     """
 
@@ -41,9 +41,9 @@ class Rule:
         self.check = check
         self.settings = settings
 
-    def __call__(self, owner: str, name: str, value: Any) -> Any:
+    def __call__(self, name: str, value: Any, *, owner: str = "") -> Any:
         """Return the value as it is stored; raise if it breaks the rule."""
-        return self.check(owner, name, value, **self.settings)
+        return self.check(name, value, **self.settings, owner=owner)
 
     def __repr__(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self.settings.items()]
@@ -96,7 +96,7 @@ def checked(owner: object, **argument: T) -> T:
     shown: Any = owner
     if not isinstance(owner, FunctionType):
         shown = type(owner)
-    plain: T = rule_of_argument(shown, name)(shown.__name__, name, value)
+    plain: T = rule_of_argument(shown, name)(name, value, owner=shown.__name__)
     return plain
 
 
@@ -150,10 +150,10 @@ def _rule_of_union(first: Any, *others: Any) -> Rule | None:
     return Rule(_check_unless_none, otherwise=rule)
 
 
-def _check_unless_none(owner: str, name: str, value: Any, *, otherwise: Rule) -> Any:
+def _check_unless_none(name: str, value: Any, *, otherwise: Rule, owner: str = "") -> Any:
     if value is None:
         return None
-    return otherwise(owner, name, value)
+    return otherwise(name, value, owner=owner)
 
 
 def settings_repr(module: object) -> str:

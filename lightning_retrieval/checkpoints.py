@@ -50,7 +50,8 @@ from lightning_retrieval.files import (
     temporary_path,
     writing,
 )
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, MissingPackage
+from lightning_retrieval.first_checks import PENDING, RULE_OF_CHECKPOINT, check_model_exists
+from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 
 ZIP_START = b"PK\x03\x04"
@@ -62,7 +63,6 @@ INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.
 REST = "rest.pt"
 MOST_DEPTH, MOST_SHARED = 100, 100_000  # limits for the containers in a checkpoint, and for repeated visits of one
 MOST_REPEATED_BYTES = 2**26  # by which the tensors of a checkpoint may be larger than what is stored
-PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
 OTHER_FILES = "other-files-"  # start of the name of a folder with a user's files; Lightning looks for "last" in names
 SAVED = re.compile(r"[0-9a-f]{16}")  # name of the folder with the files that were saved together
 PART = re.compile(rf"{re.escape(REST)}|shard-[0-9]{{5,}}-model-00001-of-00001\.safetensors")  # name of a file in it
@@ -651,7 +651,7 @@ def check_checkpoint_exists(name: str, checkpoint: Any) -> None:
     is_address = isinstance(checkpoint, str) and "://" in checkpoint
     if is_stream or is_address:
         return
-    path = check_path(CALLER, name, checkpoint)
+    path = check_path(name, checkpoint)
     finish_replacement(path)
     if path.is_dir() and not is_sharded_checkpoint(path):
         raise InvalidValue("must be the path of a checkpoint", argument=name, got=f"the folder {path}")
@@ -671,9 +671,7 @@ def find_checkpoint(checkpoint: Path) -> Path:
     """
     if is_checkpoint(checkpoint):
         return checkpoint
-    rule = "must be a checkpoint that training wrote, or the folder of its runs"
-    if not checkpoint.is_dir():
-        raise MissingFile(rule, argument="checkpoint", got=f"{checkpoint}, which does not exist")
+    check_model_exists(checkpoint)
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
     runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
     for run in [checkpoint, *runs]:
@@ -684,4 +682,4 @@ def find_checkpoint(checkpoint: Path) -> Path:
             return best
     got = f"{checkpoint}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists"
     cure = "give the path of a file, or train with ModelCheckpoint(filename='best')"
-    raise MissingFile(rule, argument="checkpoint", got=got, cure=cure)
+    raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got, cure=cure)

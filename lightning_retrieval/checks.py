@@ -1,7 +1,7 @@
 """Argument checks for all packages. An error message is one sentence: owner, argument, rule, value and how to fix it.
 
-`owner` is the class or function whose argument is checked, and the prefix of the message. `name` is the name of the
-argument.
+`name` is the name of the argument. `owner` is the class or function whose argument it is, and the prefix of the
+message. Without one, the error has no owner until a public function names itself, see `owned_by`.
 """
 
 import math
@@ -56,22 +56,22 @@ def _with_type(value: Any) -> str:
     return f"{short_repr(value)} ({type(value).__name__})"
 
 
-def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST) -> float:
+def check_positive(name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST, owner: str = "") -> float:
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
     if _is_number(value) and value <= 0:
         raise InvalidValue("must be a finite number > 0", owner, name, got=short_repr(value))
-    return check_finite_number(owner, name, value, least=least, most=most, rule=" > 0")
+    return check_finite_number(name, value, least=least, most=most, rule=" > 0", owner=owner)
 
 
-def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGEST) -> float:
+def check_not_negative(name: str, value: Any, *, most: float = LARGEST, owner: str = "") -> float:
     """Return `value`; raise unless it is a number >= 0, at most `most`."""
     if _is_number(value) and value < 0:
         raise InvalidValue("must be a finite number >= 0", owner, name, got=short_repr(value))
-    return check_finite_number(owner, name, value, least=0, most=most)
+    return check_finite_number(name, value, least=0, most=most, owner=owner)
 
 
 def check_finite_number(
-    owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST, rule: str = ""
+    name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST, rule: str = "", owner: str = ""
 ) -> float:
     """Return `value`; raise unless it is a number from `least` to `most`. `rule` follows "a number" in messages."""
     if not _is_number(value):
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
     return float(value)
 
 
-def check_integer(owner: str, name: str, value: Any, least: int, most: int | None = LARGEST_INTEGER) -> int:
+def check_integer(name: str, value: Any, least: int, most: int | None = LARGEST_INTEGER, *, owner: str = "") -> int:
     """Return `value`; raise unless it is an integer from `least` to `most`, or >= `least` if `most` is None."""
     if not _is_integer(value):
         raise InvalidType(f"must be an integer >= {least}", owner, name, got=_with_type(value))
@@ -120,24 +120,24 @@ def check_integer(owner: str, name: str, value: Any, least: int, most: int | Non
     return plain
 
 
-def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
+def check_auto(name: str, value: Any, least: int, *, owner: str = "") -> Any:
     """Return `value`; raise unless it is an integer >= `least`, or `"auto"`."""
     if not isinstance(value, str):
-        return check_integer(owner, name, value, least=least)
+        return check_integer(name, value, least=least, owner=owner)
     if value != "auto":
         raise InvalidType(f"must be an integer >= {least} or 'auto'", owner, name, got=short_repr(value))
     return value
 
 
-def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: bool = False) -> tuple[int, ...]:
+def check_counts(name: str, values: Sequence[Any], *, may_be_empty: bool = False, owner: str = "") -> tuple[int, ...]:
     """Return a tuple; raise unless `values` is a sequence of integers >= 1, empty only if `may_be_empty`."""
     is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if not is_sequence or not (values or may_be_empty):
         raise InvalidValue("must hold integers >= 1, such as (1, 10)", owner, name, got=short_repr(values))
-    return tuple(check_integer(owner, name, value, least=1) for value in values)
+    return tuple(check_integer(name, value, least=1, owner=owner) for value in values)
 
 
-def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
+def check_choice(name: str, value: Any, choices: Sequence[Any], *, owner: str = "") -> Any:
     """Return the choice that equals `value`; raise if there is none. Here 0 is not False, and 1 is not True."""
     plain = value
     if _is_integer(value):
@@ -155,41 +155,41 @@ def is_traced() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
-def check_bool(owner: str, name: str, value: bool) -> bool:
+def check_bool(name: str, value: bool, *, owner: str = "") -> bool:
     """Return `value`; raise unless it is True or False."""
     if not isinstance(value, bool):
         raise InvalidType("must be True or False", owner, name, got=short_repr(value))
     return value
 
 
-def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
+def check_flag(name: str, value: bool | None, *, owner: str = "") -> bool | None:
     """Return `value`; raise unless it is True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise InvalidType("must be True, False or None", owner, name, got=short_repr(value))
     return value
 
 
-def check_callable(owner: str, name: str, value: Any, *, may_be_none: bool = False) -> Any:
+def check_callable(name: str, value: Any, *, may_be_none: bool = False, owner: str = "") -> Any:
     """Return `value`; raise unless it can be called; `may_be_none` also allows None."""
     if not callable(value) and not (may_be_none and value is None):
         raise InvalidType("must be callable", owner, name, got=_with_type(value))
     return value
 
 
-def check_instance(owner: str, name: str, value: Any, kind: type) -> None:
+def check_instance(name: str, value: Any, kind: type, *, owner: str = "") -> None:
     """Raise unless `value` is an instance of a class."""
     if not isinstance(value, kind):
         raise InvalidType(f"must be an instance of {kind.__name__}", owner, name, got=_with_type(value))
 
 
-def check_string(owner: str, name: str, value: str) -> str:
+def check_string(name: str, value: str, *, owner: str = "") -> str:
     """Return `value`; raise unless it is a string."""
     if not isinstance(value, str):
         raise InvalidType("must be a string", owner, name, got=_with_type(value))
     return value
 
 
-def check_strings(owner: str, name: str, values: Any) -> None:
+def check_strings(name: str, values: Any, *, owner: str = "") -> None:
     """Raise unless `values` is a sequence of strings. A single string is not accepted."""
     is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set, Tensor))
     if not is_sequence or getattr(values, "ndim", 1) != 1:
@@ -199,26 +199,26 @@ def check_strings(owner: str, name: str, values: Any) -> None:
             raise InvalidType("must hold strings only", owner, name, got=_with_type(value))
 
 
-def check_sequence(owner: str, name: str, value: Any) -> None:
+def check_sequence(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a sequence, such as a list. A string is not accepted."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise InvalidType("must be a list", owner, name, got=_with_type(value))
 
 
-def check_mapping(owner: str, name: str, value: Any) -> None:
+def check_mapping(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a mapping, such as a dict."""
     if not isinstance(value, Mapping):
         raise InvalidType("must be a dict", owner, name, got=_with_type(value))
 
 
-def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
+def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "") -> Path:
     """Return the path, with `~` replaced by the home folder; raise unless it is a non-empty string or path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InvalidType("must be a string or a path", owner, name, got=_with_type(value))
     text = os.fspath(value)
     if not text or "\0" in text:
         raise InvalidValue("must be the path of a file or a folder", owner, name, got=repr(text))
-    _check_lengths(owner, name, os.fsdecode(text))
+    _check_lengths(name, os.fsdecode(text), owner=owner)
     if not is_allowed(Path(os.fsdecode(text))):
         raise InvalidValue(
             'must be without the characters < > : " | ? * and without names of devices, such as CON, AUX and NUL',
@@ -235,7 +235,7 @@ def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def _check_lengths(owner: str, name: str, path: str) -> None:
+def _check_lengths(name: str, path: str, *, owner: str = "") -> None:
     """Raise now if the path is too long for a file system, instead of in the middle of the work."""
     longest = max((len(part.encode(errors="replace")) for part in Path(path).parts), default=0)
     length = len(path.encode(errors="replace"))
@@ -249,10 +249,10 @@ def _check_lengths(owner: str, name: str, path: str) -> None:
         )
 
 
-def check_tensor(owner: str, name: str, value: Any) -> None:
+def check_tensor(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
-    check_unmasked(owner, name, value)
-    check_byte_order(owner, name, value)
+    check_unmasked(name, value, owner=owner)
+    check_byte_order(name, value, owner=owner)
     if isinstance(value, np.ndarray):
         cure = ""
         if value.dtype.kind in "biuf":
@@ -268,14 +268,14 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         raise InvalidValue("must hold numbers", owner, name, got="a tensor on the device meta, which has none")
 
 
-def check_unmasked(owner: str, name: str, value: Any) -> None:
+def check_unmasked(name: str, value: Any, *, owner: str = "") -> None:
     """Raise if an array has masked values, which would otherwise be taken as they are below the mask."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # torch.compile traces only the first
         cure = "leave these rows out, or give the values with array.filled(...)"
         raise InvalidValue("must have no masked values", owner, name, got="a masked NumPy array", cure=cure)
 
 
-def check_byte_order(owner: str, name: str, value: Any) -> None:
+def check_byte_order(name: str, value: Any, *, owner: str = "") -> None:
     """Raise if an array has another byte order than the machine, such as that of FITS files; torch does not take it."""
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         raise InvalidType(
@@ -287,7 +287,7 @@ def check_byte_order(owner: str, name: str, value: Any) -> None:
         )
 
 
-def check_no_transform(owner: str, **values: Any) -> None:
+def check_no_transform(*, owner: str = "", **values: Any) -> None:
     """Raise if one of some tensors is inside of a function transform of `torch.func`, where numbers cannot be read."""
     if torch.compiler.is_compiling():  # which cannot trace the question
         return
@@ -302,14 +302,14 @@ def check_no_transform(owner: str, **values: Any) -> None:
             )
 
 
-def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False) -> None:
+def check_float(name: str, value: Any, *, may_be_meta: bool = False, owner: str = "") -> None:
     """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64.
 
     With `may_be_meta`, the tensor may be on the device meta, on which shapes are computed without numbers.
     """
     is_meta = isinstance(value, Tensor) and value.device.type == "meta"
     if not (is_meta and may_be_meta):
-        check_tensor(owner, name, value)
+        check_tensor(name, value, owner=owner)
     if not value.is_floating_point():
         raise InvalidType("must be floating point", owner, name, got=str(value.dtype))
     if value.dtype not in FLOAT_TYPES:
@@ -317,22 +317,22 @@ def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False)
         raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
 
 
-def check_normalized(owner: str, images: Tensor) -> None:
+def check_normalized(images: Tensor, *, owner: str = "") -> None:
     """Raise unless a batch of images is floating point; images of uint8 have not been normalised."""
     if images.dtype == torch.uint8:
         cure = "normalise them, as `Preparation.normalize` does"
         raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
-    check_float(owner, "images", images, may_be_meta=True)
+    check_float("images", images, may_be_meta=True, owner=owner)
 
 
-def check_maps(owner: str, name: str, value: Any) -> None:
+def check_maps(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a floating-point tensor (N, C, H, W). The meta device is allowed, for finding shapes."""
-    check_float(owner, name, value, may_be_meta=True)
+    check_float(name, value, may_be_meta=True, owner=owner)
     if value.ndim != 4:
         raise InvalidValue("must have shape (N, C, H, W)", owner, name, got=str(tuple(value.shape)))
 
 
-def check_device(owner: str, name: str, value: Any, device: torch.device | None, of: str) -> None:
+def check_device(name: str, value: Any, device: torch.device | None, of: str, *, owner: str = "") -> None:
     """Raise if `value` is a tensor and not on `device`, the device of the argument `of`; None allows any device."""
     if device is not None and isinstance(value, Tensor) and value.device != device:
         raise InvalidValue(
@@ -340,16 +340,16 @@ def check_device(owner: str, name: str, value: Any, device: torch.device | None,
         )
 
 
-def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = False) -> None:
+def check_matrix(name: str, embeddings: Tensor, *, finite: bool = False, owner: str = "") -> None:
     """Raise unless `embeddings` is a floating-point matrix (rows, D) with D > 0.
 
     With `finite`, its numbers are read, and NaN and infinities are invalid.
     """
-    check_float(owner, name, embeddings)
+    check_float(name, embeddings, owner=owner)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise InvalidValue("must have shape (rows, D) with D > 0", owner, name, got=str(tuple(embeddings.shape)))
     if finite:
-        check_finite(owner, name, embeddings)
+        check_finite(name, embeddings, owner=owner)
 
 
 def has_finite_sum(values: Tensor) -> Tensor:
@@ -360,12 +360,12 @@ def has_finite_sum(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()
 
 
-def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
+def check_finite(name: str, values: Tensor, ids: Tensor | None = None, *, owner: str = "") -> None:
     """Raise if there are NaN or infinities; the message lists the first such rows, by id if `ids` are given."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(
         values
     ):  # `vmap` has no numbers that can be read
-        check_no_transform(owner, **{name: values})
+        check_no_transform(**{name: values}, owner=owner)
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return
@@ -384,7 +384,7 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
 UNSIGNED_TYPES = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with these
 
 
-def as_int64(owner: str, name: str, values: Any) -> Any:
+def as_int64(name: str, values: Any, *, owner: str = "") -> Any:
     """Return a tensor of one of `UNSIGNED_TYPES` as int64, and anything else unchanged.
 
     Raises:
@@ -409,14 +409,21 @@ def is_integer(values: Any) -> bool:
 
 
 def check_integers(
-    owner: str, name: str, values: Any, rows: int, of: str, *, device: torch.device | None = None, levels: bool = False
+    name: str,
+    values: Any,
+    rows: int,
+    of: str,
+    *,
+    device: torch.device | None = None,
+    levels: bool = False,
+    owner: str = "",
 ) -> None:
     """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
 
     `device` is the device of the argument `of`. If it is given, `values` must be on the same device. With `levels`,
     each row may have several integers: labels, finest level first.
     """
-    check_device(owner, name, values, device, of)
+    check_device(name, values, device, of, owner=owner)
     if isinstance(values, (tuple, list)) and values and isinstance(values[0], str):
         raise InvalidType(
             "must be integers",
@@ -425,7 +432,7 @@ def check_integers(
             got=f"texts such as {short_repr(values[0])}",
             cure="number them in the data set, with the same number for the same text",
         )
-    check_tensor(owner, name, values)
+    check_tensor(name, values, owner=owner)
     cure = ""
     if levels and values.ndim == 2 and values.shape[1] > 0:
         if values.shape[1] > 1:

@@ -107,6 +107,21 @@ def _option(name: str) -> str:
     return f"--{name}"
 
 
+def with_options(text: str, arguments: Iterable[str]) -> str:
+    """A text with options in place of arguments of Python functions that it names with their values.
+
+    Args:
+        text: the text.
+        arguments: names of the arguments that are options.
+
+    Example:
+        >>> with_options('set categories=True, or classes="deepest"', ["categories", "classes"])
+        'set --categories True, or --classes deepest'
+    """
+    names = "|".join(map(re.escape, arguments))
+    return re.sub(rf"(?<![\w.-])({names})=(\"?)([\w./-]+)\2", r"--\1 \3", text)
+
+
 def null_for_none(args: Sequence[str]) -> list[str]:
     """Command-line arguments in which each value None is written null, as YAML writes it.
 

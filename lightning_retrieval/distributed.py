@@ -38,21 +38,20 @@ def to_host(values: Tensor) -> Tensor:
     return values.detach().cpu()
 
 
-def unshared(values: Tensor) -> Tensor:
-    """The values without a graph, as a copy if they are in memory that is shared with a worker of a data loader.
+def kept_rows(values: Tensor) -> Tensor:
+    """A copy without a graph, for rows that are kept after the batch.
 
-    Each such tensor keeps a file open, so that a process that keeps some of each batch soon has too many open files.
+    The original may be overwritten by the next batch: by a loop that reuses its memory, or by a network that does so,
+    as CUDA graphs do (`torch.compile(mode="reduce-overhead")`). And each original that is in memory shared with a
+    worker of a data loader keeps a file open, so that a process that keeps some of each batch soon has too many.
     """
-    values = values.detach()
-    if not is_accelerator(values.device) and values.untyped_storage().is_shared():
-        return values.clone()
-    return values
+    return values.detach().clone()
 
 
 def kept_integers(values: Tensor) -> Tensor:
-    """A few integers for each row of a batch, as int64; on the CPU always as a copy, see `unshared`."""
+    """A few integers for each row of a batch, as int64; always a copy, see `kept_rows`."""
     integers = values.detach().long()
-    if values.dtype == torch.int64 and not is_accelerator(values.device):
+    if values.dtype == torch.int64:
         return integers.clone()  # `.long()` has copied nothing
     return integers
 

@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -258,6 +259,21 @@ def is_allowed(path: Path) -> bool:
     return POSIX or not (_DEVICE_OF_WINDOWS.search(relative) or _NOT_IN_NAMES_OF_WINDOWS.search(relative))
 
 
+def cure_of_other_form(missing: Iterable[str], names: Iterable[str]) -> str:
+    """What helps if paths are missing that are among the names in another Unicode form; "" if none of them is.
+
+    Programs of macOS write `ü` as two characters, and most others as one, which look the same.
+
+    Args:
+        missing: the paths.
+        names: the paths that are there.
+    """
+    unlike = {unicodedata.normalize("NFC", path) for path in missing if not path.isascii()}
+    if unlike and not unlike.isdisjoint(unicodedata.normalize("NFC", name) for name in names):
+        return "write accented letters in the same Unicode form as the names of the files (NFC or NFD)"
+    return ""
+
+
 def is_of_others(path: Path, own_format: str) -> bool:
     """Whether a JSON file is that of another program: a dict whose `format` is not the given one.
 
@@ -440,6 +456,18 @@ class Manifest:
         header = {"format": self.format, "version": self.version, "sha256": _digest_of_values(values)}
         return (json.dumps({**header, **values}, indent=1) + "\n").encode()
 
+    def check_exists(self, folder: Path) -> Path:
+        """Return the path of the file; raise unless a folder has it.
+
+        Raises:
+            FileNotFoundError: if the folder has no such file.
+        """
+        path = folder / self.name
+        if not path.is_file():
+            rule = f"the {self.content} must be a folder with {self.name} in it"
+            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+        return path
+
     def read(self, folder: Path) -> dict[str, Any]:
         """The values in the file.
 
@@ -447,10 +475,7 @@ class Manifest:
             FileNotFoundError: if the folder has no such file.
             ValueError: if the file is damaged, or has another format or version.
         """
-        path = folder / self.name
-        if not path.is_file():
-            rule = f"the {self.content} must be a folder with {self.name} in it"
-            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+        path = self.check_exists(folder)
         try:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}

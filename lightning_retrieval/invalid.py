@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 AnyInvalid = TypeVar("AnyInvalid", bound="Invalid")
 Method = TypeVar("Method", bound=Callable[..., Any])
-CALLER = ""  # what a private function passes as the owner to the checks of `checks.py`, see `owned_by`
 
 
 class Invalid(Exception):
@@ -124,8 +123,11 @@ def owned(method: Method) -> Method:
 
 
 @contextmanager
-def reported_as(owner: str, **renamed: str) -> Iterator[None]:
-    """Context in which errors about arguments become those of another owner, whatever their owner is, see `of`."""
+def reported_as(owner: str = "", **renamed: str) -> Iterator[None]:
+    """Context in which errors about arguments become those of another owner, whatever their owner is, see `of`.
+
+    Without a name, they have no owner then, and get that of the public function around the context.
+    """
     try:
         yield
     except Invalid as error:

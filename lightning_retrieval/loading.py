@@ -25,7 +25,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
@@ -103,7 +103,7 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
             `load_from_checkpoint`.
     """
-    check_flag(CALLER, "weights_only", weights_only)
+    check_flag("weights_only", weights_only)
     check_map_location(map_location)
     replacing = None
     check_checkpoint_exists("checkpoint_path", path)
@@ -134,7 +134,7 @@ def _read_hparams_file(hparams_file: Any) -> dict[str, Any]:
         ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
         TypeError: if `hparams_file` is not a path.
     """
-    path = check_path(CALLER, "hparams_file", hparams_file)
+    path = check_path("hparams_file", hparams_file)
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
         raise InvalidValue(f"must end in {', '.join(HPARAMS_SUFFIXES)}", argument="hparams_file", got=path)
     if not path.is_file():
@@ -183,7 +183,7 @@ def module_of_checkpoint(
     if path is not None:
         cls = find_class("_class_path", path, (cls,))
     if instantiator is not None:
-        check_choice(CALLER, "_instantiator", instantiator, INSTANTIATORS)
+        check_choice("_instantiator", instantiator, INSTANTIATORS)
     settings = checked_settings(cls, used, of_format=format_of(checkpoint), given=given)
     check_arguments(cls.CHECKPOINT_HYPER_PARAMS_KEY, cls, {*settings.plain, *given})
     # Pretrained weights would be downloaded, only to be replaced.

@@ -22,7 +22,7 @@ from tests.source_tree import (
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
     {"arguments", "checks", "compiled", "csv_rows", "files", "invalid", "lazy_names", "optional_packages"},
-    {"packed_strings", "progress", "random_state", "version"},
+    {"first_checks", "packed_strings", "progress", "random_state", "version"},
     {"backend", "command_line"},
     {"checkpoints", "distributed", "plain_data"},
     {"ranking", "preparation"},
@@ -58,9 +58,8 @@ LAZY = {
     "wandb",
 }
 # These may have a parameter `owner`, the prefix of error messages: the checks that constructors call for each of their
-# arguments, the context around an optional import, and the errors themselves. Everywhere else in the core, what the
-# user calls names itself once (`owned_by`). The readers of lists and tables in the packages of callbacks and data
-# modules still take it.
+# arguments, the context around an optional import, and the errors themselves. Everywhere else, what the user calls
+# names itself once (`owned_by`).
 MAY_TAKE_AN_OWNER = {"arguments", "checks", "invalid", "optional_packages"}
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
@@ -310,23 +309,23 @@ def test_the_tests_use_the_result_of_every_comparison():
     assert not dropped
 
 
-def takes_an_owner(function):
-    arguments = function.args
-    names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    return "owner" in names
+def names_an_owner(node):
+    """Whether a function has a parameter `owner`, or is called so, as a property is; or a class has such a field."""
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        return "owner" in names | {node.name}
+    if isinstance(node, ast.ClassDef):
+        fields = [getattr(line.target, "id", "") for line in node.body if isinstance(line, ast.AnnAssign)]
+        return "owner" in fields
+    return False
 
 
 def test_only_the_checks_take_an_owner():
     """Everything else below a public function raises errors without one, and the public function adds its name."""
     found = set()
-    for path, tree in syntax_trees("lightning_retrieval").items():
+    for path, tree in syntax_trees(*PACKAGES).items():
         if module_name(path).removeprefix("lightning_retrieval.") in MAY_TAKE_AN_OWNER:
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and takes_an_owner(node):
-                found.add(f"{path}: {node.name}")
-            if isinstance(node, ast.ClassDef):
-                fields = [getattr(line.target, "id", "") for line in node.body if isinstance(line, ast.AnnAssign)]
-                if "owner" in fields:
-                    found.add(f"{path}: {node.name}")
+        found |= {f"{path}: {node.name}" for node in ast.walk(tree) if names_an_owner(node)}
     assert found == set()

@@ -175,7 +175,7 @@ def test_a_lock_without_fcntl_keeps_others_out_and_ends_with_its_process(tmp_pat
 
 def paths_of_devices(folder):
     outside = [leaves_root(path) for path in ("d:a.jpg", "con/a.jpg", "a/Nul", "aux.txt/b", "a/lpt1 .x", "console/a")]
-    messages = [error_of(check_path, "me", "output", path) for path in ("a/prn.index", "what?.ckpt", "a/b.ckpt")]
+    messages = [error_of(check_path, "output", path) for path in ("a/prn.index", "what?.ckpt", "a/b.ckpt")]
     return {"outside": outside, "messages": messages}
 
 
@@ -185,7 +185,7 @@ def test_names_of_devices_are_no_files(tmp_path):
     found, _ = result_of("paths_of_devices", tmp_path)
     assert found["outside"] == [True] * 5 + [False]
     for message, path in zip(found["messages"], ("a/prn.index", "what?.ckpt")):
-        assert message.startswith("InvalidValue: me: `output` must be without the characters")
+        assert message.startswith("InvalidValue: `output` must be without the characters")
         assert repr(path) in message
     assert found["messages"][2] == ""
 

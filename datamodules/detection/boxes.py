@@ -74,9 +74,9 @@ class BoxIndex:
     def __init__(
         self, paths: Sequence[str], objects: Sequence[tuple[Any, Any, Any]], *, class_names: Sequence[str]
     ) -> None:
-        check_strings("BoxIndex", "paths", paths)
-        check_strings("BoxIndex", "class_names", class_names)
-        check_sequence("BoxIndex", "objects", objects)
+        check_strings("paths", paths, owner="BoxIndex")
+        check_strings("class_names", class_names, owner="BoxIndex")
+        check_sequence("objects", objects, owner="BoxIndex")
         if len(paths) == 0:
             raise InvalidValue("must have at least one image", "BoxIndex", "paths", got="none")
         if len(class_names) == 0:
@@ -105,7 +105,7 @@ class BoxIndex:
 
     def count_objects(self, *, difficult: bool = False) -> int:
         """Number of objects; difficult objects are only counted if `difficult` is True."""
-        if check_bool("BoxIndex", "difficult", difficult):
+        if check_bool("difficult", difficult, owner="BoxIndex"):
             return len(self._labels)
         return int((~self._difficult).sum())
 
@@ -191,9 +191,9 @@ class BoxSet(Dataset[Item]):
     """
 
     def __init__(self, index: BoxIndex, root: str | Path, *, train: bool = False) -> None:
-        check_instance("BoxSet", "index", index, BoxIndex)
+        check_instance("index", index, BoxIndex, owner="BoxSet")
         self.index = index
-        self.root = check_path("BoxSet", "root", root)
+        self.root = check_path("root", root, owner="BoxSet")
         self.train = checked(self, train=train)
 
     def __len__(self) -> int:
@@ -369,7 +369,7 @@ class BoxDataModule(DetectionDataModule):
 
     def __init__(self, root: str | Path, **settings: Unpack[DetectionSettings]) -> None:
         super().__init__(**settings)
-        self.root = check_path(type(self).__name__, "root", root)
+        self.root = check_path("root", root, owner=type(self).__name__)
 
     @abstractmethod
     def read(self) -> Mapping[str, BoxIndex]:

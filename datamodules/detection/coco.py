@@ -74,9 +74,9 @@ class CocoDetection(BoxDataModule):
         **settings: Unpack[DetectionSettings],
     ) -> None:
         super().__init__(root, **settings)
-        self.files = {"train": check_path(OWNER, "train", train), "test": check_path(OWNER, "test", test)}
+        self.files = {"train": check_path("train", train, owner=OWNER), "test": check_path("test", test, owner=OWNER)}
         if val is not None:
-            self.files["val"] = check_path(OWNER, "val", val)
+            self.files["val"] = check_path("val", val, owner=OWNER)
 
     def read(self) -> Mapping[str, BoxIndex]:
         """Read the file of each split."""

@@ -10,7 +10,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table_file import ListFile, find_file
 from lightning_retrieval.files import check_regular_file
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -62,9 +62,9 @@ class PascalVOC(BoxDataModule):
         self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Unpack[DetectionSettings]
     ) -> None:
         super().__init__(root, **settings)
-        check_strings("PascalVOC", "train_sets", train_sets)
+        check_strings("train_sets", train_sets, owner="PascalVOC")
         for year in train_sets:
-            check_choice("PascalVOC", "train_sets", year, tuple(TRAIN_COUNTS))
+            check_choice("train_sets", year, tuple(TRAIN_COUNTS), owner="PascalVOC")
         if len(train_sets) == 0 or len(set(train_sets)) < len(train_sets):
             raise InvalidValue("must name different years", "PascalVOC", "train_sets", got=list(train_sets))
         self.train_sets = tuple(train_sets)
@@ -76,6 +76,7 @@ class PascalVOC(BoxDataModule):
         objects = sum(TRAIN_COUNTS[year][1] for year in self.train_sets)
         return {"train": (images, objects), "test": TEST_COUNTS}
 
+    @owned
     def read(self) -> Mapping[str, BoxIndex]:
         """Read the sets `trainval` of the years, and `test` of 2007."""
         train = [self._read_set(year, "trainval") for year in self.train_sets]
@@ -90,8 +91,8 @@ class PascalVOC(BoxDataModule):
     def _read_set(self, year: str, name: str) -> tuple[list[str], list[Objects]]:
         """Paths of the images of a set, relative to the root, and their objects."""
         listed = f"{year}/ImageSets/Main/{name}.txt"
-        found = find_file("PascalVOC", self.root, listed, f"VOCdevkit/{listed}")
-        file = ListFile("PascalVOC", found)
+        found = find_file(self.root, listed, f"VOCdevkit/{listed}")
+        file = ListFile(found)
         (names,) = file.columns(1)
         file.check_not_empty(name, names)
         file.check_unique("image", names)
@@ -111,24 +112,23 @@ def read_annotation(path: Path) -> Objects:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
-    with owned_by("PascalVOC"):
-        check_regular_file(path)
+    check_regular_file(path)
     try:
         tree = ElementTree.parse(path)
     except FileNotFoundError:
         rule = f"the annotation {path} does not exist, but its image is listed"
-        raise MissingFile(rule, "PascalVOC", cure="unpack the archive again") from None
+        raise MissingFile(rule, cure="unpack the archive again") from None
     except ElementTree.ParseError as error:
         line = error.position[0]
         got = f"an error in line {line} ({error})"
         cure = "unpack the archive again"
-        raise InvalidValue(f"{path} must be an XML file", "PascalVOC", got=got, cure=cure) from None
+        raise InvalidValue(f"{path} must be an XML file", got=got, cure=cure) from None
     boxes, labels, difficult = [], [], []
     for number, thing in enumerate(tree.getroot().findall("object"), 1):
         name = thing.findtext("name", "").strip()
         if name not in CLASSES:
             got = f"{name!r} in object {number}"
-            raise InvalidValue(f"{path} must name objects of the classes {', '.join(CLASSES)}", "PascalVOC", got=got)
+            raise InvalidValue(f"{path} must name objects of the classes {', '.join(CLASSES)}", got=got)
         boxes.append(_box(path, number, thing))
         labels.append(CLASSES.index(name) + 1)
         difficult.append(thing.findtext("difficult", "0").strip() == "1")
@@ -141,9 +141,9 @@ def _box(path: Path, number: int, thing: ElementTree.Element) -> list[float]:
         left, top, right, bottom = map(float, texts)
     except ValueError:
         rule = f"{path} must give each object a box of numbers {', '.join(_SIDES)}"
-        raise InvalidValue(rule, "PascalVOC", got=f"{texts} in object {number}") from None
+        raise InvalidValue(rule, got=f"{texts} in object {number}") from None
     box = [left - 1, top - 1, right, bottom]
     if box[0] >= box[2] or box[1] >= box[3]:
         rule = f"{path} must give each object a box with xmin <= xmax and ymin <= ymax"
-        raise InvalidValue(rule, "PascalVOC", got=f"{texts} in object {number}")
+        raise InvalidValue(rule, got=f"{texts} in object {number}")
     return box

@@ -63,7 +63,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         checked(self, split=split)
         self.channels = checked(self, channels=channels)
         self.augment = checked(self, augment=augment)
-        check_instance("GlyphDataset", "glyphs", glyphs, GlyphImages)
+        check_instance("glyphs", glyphs, GlyphImages, owner="GlyphDataset")
         chosen = glyphs.splits == split
         self.images = torch.from_numpy(glyphs.images[chosen])
         self.labels: Int[Tensor, " item"] = torch.from_numpy(glyphs.labels[chosen])
@@ -146,13 +146,13 @@ class Glyphs(RetrievalDataModule):
         self.channels = checked(self, channels=channels)
         self.fonts: tuple[str, ...] | None = None
         if fonts is not None:
-            check_strings("Glyphs", "fonts", fonts)
+            check_strings("fonts", fonts, owner="Glyphs")
             self.fonts = tuple(fonts)
             if not self.fonts:
                 rule = "must hold at least one name"
                 raise InvalidValue(rule, "Glyphs", "fonts", got="[]", cure="None means all fonts")
         if cache_dir is not None:
-            check_path("Glyphs", "cache_dir", cache_dir)
+            check_path("cache_dir", cache_dir, owner="Glyphs")
         self.cache_dir = cache_dir
 
     def prepare_data(self) -> None:

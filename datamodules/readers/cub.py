@@ -10,6 +10,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, enclosing_pixels, find_file, join_paths
+from lightning_retrieval.invalid import owned
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
 NUM_CLASSES = 200
@@ -63,6 +64,7 @@ class CUB200(ImageDataModule):
         super().__init__(root, **settings)
         self.boxes = checked(self, boxes=boxes)
 
+    @owned
     def sources(self) -> list[Path]:
         """The lists of images, of their classes and, if `boxes` is True, of their boxes."""
         found = [self._list(PATHS).path, self._list(CLASSES).path]
@@ -70,10 +72,11 @@ class CUB200(ImageDataModule):
             found.append(self._list(BOXES).path)
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of `images.txt`, joined with the other lists by image id."""
         self.sources()  # raises an error if a list is missing
-        find_file(type(self).__name__, self.root, "images")
+        find_file(self.root, "images")
         path_list = self._list(PATHS)
         image_ids, (paths,) = _read_by_id(path_list, 2)
         path_list.check_unique("path", paths)
@@ -94,8 +97,7 @@ class CUB200(ImageDataModule):
         return splits
 
     def _list(self, name: str) -> ListFile:
-        owner = type(self).__name__
-        return ListFile(owner, find_file(owner, self.root, name))
+        return ListFile(find_file(self.root, name))
 
     def _read_species(self, image_ids: Sequence[int]) -> dict[int, int]:
         """Map the id of each image to its class."""

@@ -14,7 +14,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, class_number
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 CROPS = "meta/ijbc_face_tid_mid.txt"  # list in the re-pack, with file name, template and media id of each crop
@@ -92,22 +92,24 @@ class IJBC(ImageDataModule):
         super().__init__(root, **settings)
         self.least_instances = checked(self, least_instances=least_instances)
 
+    @owned
     def sources(self) -> list[Path]:
         """The three lists and, in the re-pack, the list of the crops."""
         if self._is_repack():
             return [*(file.path for file in self._lists()), self.root / CROPS]
         return [file.path for file in self._lists()]
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The faces in the lists, each once, in order of appearance."""
         lists = self._lists()
         boxes: dict[_Face, _Box] | None = None
         if self._is_repack():
-            find_file("IJBC", self.root, "loose_crop")
-            first_list = ListFile("IJBC", self.root / CROPS)
+            find_file(self.root, "loose_crop")
+            first_list = ListFile(self.root / CROPS)
             faces = _read_crops(lists, first_list)
         else:
-            find_file("IJBC", self.root, "images")
+            find_file(self.root, "images")
             first_list = lists[0]
             boxes = _read_boxes(lists)
             faces = list(boxes)
@@ -115,7 +117,7 @@ class IJBC(ImageDataModule):
         return {"test": _make_index(self._with_enough_instances(faces), boxes)}
 
     def _is_repack(self) -> bool:
-        return find_file("IJBC", self.root, CROPS, "protocols").name != "protocols"
+        return find_file(self.root, CROPS, "protocols").name != "protocols"
 
     def _lists(self) -> list[ListFile]:
         folders = ["protocols", "protocols/archive"]
@@ -123,8 +125,8 @@ class IJBC(ImageDataModule):
             folders = ["meta"]
         found = []
         for name in LISTS:
-            path = find_file("IJBC", self.root, *(f"{folder}/{name}" for folder in folders))
-            found.append(ListFile("IJBC", path))
+            path = find_file(self.root, *(f"{folder}/{name}" for folder in folders))
+            found.append(ListFile(path))
         return found
 
     def _with_enough_instances(self, faces: Sequence[_Face]) -> list[_Face]:

@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
@@ -86,17 +86,17 @@ class InShop(ImageDataModule):
         self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Unpack[ImageSettings]
     ) -> None:
         super().__init__(root, **settings)
-        owner = type(self).__name__
         self.boxes = checked(self, boxes=boxes)
         self.high_res = checked(self, high_res=high_res)
         if boxes and high_res:
             raise InvalidValue(
                 "`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 "
                 "x 256",
-                owner,
+                type(self).__name__,
                 cure="set one of them",
             )
 
+    @owned
     def sources(self) -> list[Path]:
         """The partition and, if `boxes` is True, the list of boxes."""
         found = [self._list(PARTITION).path]
@@ -104,6 +104,7 @@ class InShop(ImageDataModule):
             found.append(self._list(BOXES).path)
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of the partition, in its order."""
         self.sources()  # raises an error if a list is missing
@@ -143,8 +144,7 @@ class InShop(ImageDataModule):
         return report
 
     def _list(self, name: str) -> ListFile:
-        owner = type(self).__name__
-        return ListFile(owner, find_file(owner, self.root, name, f"Eval/{name}", f"Anno/{name}"))
+        return ListFile(find_file(self.root, name, f"Eval/{name}", f"Anno/{name}"))
 
     def _read_partition(self) -> _Partition:
         file = self._list(PARTITION)
@@ -167,7 +167,7 @@ class InShop(ImageDataModule):
         example = "img"
         if len(images):
             example = "/".join(images[0].split("/")[:2])
-        folder = find_file(type(self).__name__, self.root, example, f"Img/{example}")
+        folder = find_file(self.root, example, f"Img/{example}")
         if folder.relative_to(self.root).parts[0] == "Img":
             images = np.char.add("Img/", images)
         return images

@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
@@ -88,9 +88,10 @@ class INaturalist(ImageDataModule):
         super().__init__(root, **settings)
         self.levels: tuple[str, ...] | None = None
         if levels is not None:
-            check_strings("INaturalist", "levels", levels)
+            check_strings("levels", levels, owner="INaturalist")
             self.levels = _check_levels(tuple(levels))
 
+    @owned
     def sources(self) -> list[Path]:
         """The lists and, if `levels` are given, the files of the taxonomy."""
         found = [self._list("train").path, self._list("test").path]
@@ -98,6 +99,7 @@ class INaturalist(ImageDataModule):
             found += self._taxonomy_files()
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of all lines of the lists."""
         taxonomy = None
@@ -133,7 +135,7 @@ class INaturalist(ImageDataModule):
 
     def _list(self, split: str) -> ListFile:
         name = LISTS[split]
-        return ListFile("INaturalist", find_file("INaturalist", self.root, f"Inat_dataset_splits/{name}", name))
+        return ListFile(find_file(self.root, f"Inat_dataset_splits/{name}", name))
 
     def _taxonomy_files(self) -> list[Path]:
         """The files of the taxonomy that exist; at least one must exist."""
@@ -142,7 +144,7 @@ class INaturalist(ImageDataModule):
             if (self.root / name).is_file():
                 found.append(self.root / name)
         if not found:
-            found.append(find_file("INaturalist", self.root, *reversed(TAXONOMIES)))  # raises an error with advice
+            found.append(find_file(self.root, *reversed(TAXONOMIES)))  # raises an error with advice
         return found
 
     def _read_taxonomy(self) -> _Taxonomy:

@@ -103,6 +103,7 @@ class LandmarksClean(ImageDataModule):
                 found.append(folder)
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The lines of the lists whose images exist."""
         rows: list[_Row] = []
@@ -127,8 +128,8 @@ class LandmarksClean(ImageDataModule):
         for split, name in LISTS.items():
             exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
             if split == "train" or exists:
-                path = find_file("LandmarksClean", self.root, f"annotations/{name}", name)
-                found[split] = ListFile("LandmarksClean", path)
+                path = find_file(self.root, f"annotations/{name}", name)
+                found[split] = ListFile(path)
         return found
 
     def _read_rows(self, split: str, file: ListFile) -> list[_Row]:
@@ -140,7 +141,7 @@ class LandmarksClean(ImageDataModule):
         landmarks = file.integers("landmark", landmark_ids)
         downloaded = set[str]()
         if any(map(_is_url, sources)):
-            downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images, argument="images")))
+            downloaded.update(os.listdir(find_file(self.root, self.images, argument="images")))
         rows = []
         for position, (source, landmark) in enumerate(zip(sources, landmarks)):
             image = self._find_image(source, downloaded)

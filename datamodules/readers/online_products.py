@@ -12,6 +12,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
+from lightning_retrieval.invalid import owned
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
@@ -72,10 +73,12 @@ class StanfordOnlineProducts(ImageDataModule):
     def __init__(self, root: str | Path, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
 
+    @owned
     def sources(self) -> list[Path]:
         """The two lists."""
         return [self._list("train").path, self._list("test").path]
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of both lists, in the order of each list."""
         train_list, test_list = self._list("train"), self._list("test")
@@ -90,13 +93,13 @@ class StanfordOnlineProducts(ImageDataModule):
         }
 
     def _list(self, split: str) -> ListFile:
-        owner, name = type(self).__name__, f"Ebay_{split}.txt"
-        return ListFile(owner, find_file(owner, self.root, name, f"Info_Files/{name}"))
+        name = f"Ebay_{split}.txt"
+        return ListFile(find_file(self.root, name, f"Info_Files/{name}"))
 
     def _image_folder(self, example: str) -> str:
         """The folder below the root that contains the folders of images."""
         first_part = Path(example).parts[0]
-        folder = find_file(type(self).__name__, self.root, first_part, f"images/{first_part}").parent
+        folder = find_file(self.root, first_part, f"images/{first_part}").parent
         if folder == self.root:
             return ""
         return folder.name

@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths
 from lightning_retrieval.files import leaves_root
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.preparation.training_transforms import PaperName
@@ -60,52 +60,49 @@ class GroundTruth:
     lists: dict[str, list[list[int]]]
 
 
-def read_ground_truth(owner: str, path: Path) -> GroundTruth:
+def read_ground_truth(path: Path) -> GroundTruth:
     """Read a `gnd_*.pkl` without running any code in it.
 
     Args:
-        owner: prefix of error messages.
         path: the file.
 
     Raises:
         ValueError: if the pickle needs anything but plain values and arrays, has the format of the original protocol
             instead of the revisited protocol, or has an invalid value.
     """
-    with owned_by(owner):
-        content = load_plain_pickle(path)
+    content = load_plain_pickle(path)
     if not isinstance(content, dict):
-        raise InvalidValue(f"{path} must be a dict with imlist, qimlist and gnd", owner, got=type(content).__name__)
+        raise InvalidValue(f"{path} must be a dict with imlist, qimlist and gnd", got=type(content).__name__)
     if not content.keys() >= set(KEYS):
         rule = f"{path} must be a dict with imlist, qimlist and gnd"
-        raise InvalidValue(rule, owner, got=f"one with {sorted(map(str, content))}")
-    images = _parse_names(owner, path, "imlist", content["imlist"])
-    queries = _parse_names(owner, path, "qimlist", content["qimlist"])
+        raise InvalidValue(rule, got=f"one with {sorted(map(str, content))}")
+    images = _parse_names(path, "imlist", content["imlist"])
+    queries = _parse_names(path, "qimlist", content["qimlist"])
     in_both = set(images) & set(queries)
     if in_both:
         raise InvalidValue(
             f"must not contain queries in {path}",
-            owner,
-            "imlist",
+            argument="imlist",
             got=f"{len(in_both)}, such as {min(in_both)!r} at position {images.index(min(in_both))}, which is at "
             f"position {queries.index(min(in_both))} of `qimlist`",
         )
     entries = content["gnd"]
-    _check_number_of_entries(owner, path, entries, len(queries))
+    _check_number_of_entries(path, entries, len(queries))
     truth = GroundTruth(images, queries, [], {"easy": [], "hard": [], "junk": []})
     for number, (query, entry) in enumerate(zip(queries, entries)):
-        _add_entry(owner, path, f"query {number} ({query}) in {path}", entry, truth)
+        _add_entry(path, f"query {number} ({query}) in {path}", entry, truth)
     return truth
 
 
-def _check_number_of_entries(owner: str, path: Path, entries: Any, queries: int) -> None:
+def _check_number_of_entries(path: Path, entries: Any, queries: int) -> None:
     found: Any = type(entries).__name__
     if isinstance(entries, (list, tuple)):
         found = len(entries)
     if found != queries:
-        raise InvalidValue(f"must have one entry for each of {queries} queries in {path}", owner, "gnd", got=found)
+        raise InvalidValue(f"must have one entry for each of {queries} queries in {path}", argument="gnd", got=found)
 
 
-def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTruth) -> None:
+def _add_entry(path: Path, where: str, entry: Any, truth: GroundTruth) -> None:
     """Add the box and the lists of one query to the ground truth."""
     keys = set()
     if isinstance(entry, dict):
@@ -113,51 +110,51 @@ def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTrut
     if "ok" in keys and not keys >= {"easy", "hard"}:
         rule = f"{path} must be of the revisited protocol, with easy and hard images"
         got = "the original protocol with `ok`"
-        raise InvalidValue(rule, owner, got=got, cure="use the gnd_r*.pkl of the revisited data sets")
+        raise InvalidValue(rule, got=got, cure="use the gnd_r*.pkl of the revisited data sets")
     if not keys >= {"bbx", *LISTS}:
-        raise InvalidValue(f"must have bbx, easy, hard and junk of {where}", owner, "gnd", got=sorted(map(str, keys)))
-    truth.boxes.append(_parse_box(owner, where, entry["bbx"]))
+        raise InvalidValue(f"must have bbx, easy, hard and junk of {where}", argument="gnd", got=sorted(map(str, keys)))
+    truth.boxes.append(_parse_box(where, entry["bbx"]))
     times_listed = Counter[int]()
     for kind in LISTS:
-        positions = _parse_positions(owner, f"`{kind}` of {where}", entry[kind], len(truth.images))
+        positions = _parse_positions(f"`{kind}` of {where}", entry[kind], len(truth.images))
         truth.lists[kind].append(positions)
         times_listed.update(positions)
     for position, times in times_listed.items():
         if times > 1:
             rule = f"easy, hard and junk must list an image only once for {where}"
-            raise InvalidValue(rule, owner, got=f"{position} ({truth.images[position]}) twice")
+            raise InvalidValue(rule, got=f"{position} ({truth.images[position]}) twice")
 
 
-def _parse_names(owner: str, path: Path, key: str, values: Any) -> list[str]:
+def _parse_names(path: Path, key: str, values: Any) -> list[str]:
     names = _to_list(values)
     if not names or not all(isinstance(name, str) for name in names):
-        raise InvalidValue(f"must be a list of names in {path}", owner, key, got=_shown(values))
+        raise InvalidValue(f"must be a list of names in {path}", argument=key, got=_shown(values))
     first_with: dict[str, int] = {}
     for position, name in enumerate(names):
         first = first_with.setdefault(name, position)
         if first != position:
             rule = f"must contain each name only once in {path}"
-            raise InvalidValue(rule, owner, key, got=f"{name!r} twice, at positions {first} and {position}")
+            raise InvalidValue(rule, argument=key, got=f"{name!r} twice, at positions {first} and {position}")
         if leaves_root(name):
             rule = "must be names of images inside the root"
-            raise InvalidValue(rule, owner, key, got=f"{name!r} at position {position} in {path}")
+            raise InvalidValue(rule, argument=key, got=f"{name!r} at position {position} in {path}")
     return names
 
 
-def _parse_box(owner: str, where: str, values: Any) -> list[float]:
+def _parse_box(where: str, values: Any) -> list[float]:
     box = _to_list(values) or []
     if len(box) != 4 or not all(map(_is_side, box)):
-        raise InvalidValue(f"must be 4 finite numbers of pixels for {where}", owner, "bbx", got=_shown(values))
+        raise InvalidValue(f"must be 4 finite numbers of pixels for {where}", argument="bbx", got=_shown(values))
     return box
 
 
-def _parse_positions(owner: str, where: str, values: Any, num_images: int) -> list[int]:
+def _parse_positions(where: str, values: Any, num_images: int) -> list[int]:
     positions = _to_list(values)
     if positions is None or not all(map(_is_integer, positions)):
-        raise InvalidValue(f"{where} must be a list of integers", owner, got=_shown(values))
+        raise InvalidValue(f"{where} must be a list of integers", got=_shown(values))
     for position in positions:
         if not 0 <= position < num_images:
-            raise InvalidValue(f"{where} must be positions in imlist, from 0 to {num_images - 1}", owner, got=position)
+            raise InvalidValue(f"{where} must be positions in imlist, from 0 to {num_images - 1}", got=position)
     return positions
 
 
@@ -241,11 +238,11 @@ class _Revisited(ImageDataModule):
         **settings: Unpack[ReadingSettings],
     ) -> None:
         owner = type(self).__name__
-        folder = common = check_path(owner, "root", root)
+        folder = common = check_path("root", root, owner=owner)
         distractor_folder = None
         if distractors is not None:
             folder = Path(os.path.abspath(folder))
-            distractor_folder = Path(os.path.abspath(check_path(owner, "distractors", distractors)))
+            distractor_folder = Path(os.path.abspath(check_path("distractors", distractors, owner=owner)))
             common = Path(os.path.commonpath([folder, distractor_folder]))  # folder that contains all images
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
@@ -259,10 +256,12 @@ class _Revisited(ImageDataModule):
         return self.test_set
 
     @cached_property
+    @owned
     def ground_truth(self) -> GroundTruth:
         """The content of the city's `gnd_*.pkl`."""
-        return read_ground_truth(type(self).__name__, self._pickle())
+        return read_ground_truth(self._pickle())
 
+    @owned
     def sources(self) -> list[Path]:
         """The ground truth and, if there are distractors, their list."""
         found = [self._pickle()]
@@ -270,6 +269,7 @@ class _Revisited(ImageDataModule):
             found.append(self._distractor_list(self.distractors))
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The database, then the distractors, then the queries. Database ids are the positions in `imlist`."""
         truth = self.ground_truth
@@ -327,15 +327,15 @@ class _Revisited(ImageDataModule):
                 return folder / others[0]
             if others:
                 rule = f"must contain {official} or one other gnd_*.pkl"
-                raise InvalidValue(rule, type(self).__name__, "root", got=f"{', '.join(others)} in {folder}")
-        return find_file(type(self).__name__, self.folder, official)  # raises an error with a suggestion
+                raise InvalidValue(rule, argument="root", got=f"{', '.join(others)} in {folder}")
+        return find_file(self.folder, official)  # raises an error with a suggestion
 
     def _distractor_list(self, folder: Path) -> Path:
-        return find_file(type(self).__name__, folder, DISTRACTORS, root_name="distractors")
+        return find_file(folder, DISTRACTORS, root_name="distractors")
 
     def _image_folder(self, folder: Path) -> str:
         """The subfolder of `folder` that contains the images, relative to the root."""
-        return find_file(type(self).__name__, folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
+        return find_file(folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
 
     def _query_boxes(self, paths: Sequence[str]) -> list[tuple[int, int, int, int]]:
         """The box of each query in pixels; each box must contain at least one pixel."""
@@ -344,7 +344,7 @@ class _Revisited(ImageDataModule):
             left, top, right, bottom = map(round, sides)  # Pillow rounds boxes in the same way
             if left >= right or top >= bottom:
                 got = f"{[left, top, right, bottom]} for {path}, query {number} in {self._pickle()}"
-                raise InvalidValue("must contain at least one pixel", type(self).__name__, "boxes", got=got)
+                raise InvalidValue("must contain at least one pixel", argument="boxes", got=got)
             boxes.append((left, top, right, bottom))
         return boxes
 
@@ -352,7 +352,7 @@ class _Revisited(ImageDataModule):
         """The paths of the distractors, relative to the root."""
         if self.distractors is None:
             return []
-        file = ListFile(type(self).__name__, self._distractor_list(self.distractors))
+        file = ListFile(self._distractor_list(self.distractors))
         folder = self._image_folder(self.distractors)
         names = []
         for number, line in enumerate(file.lines(), 1):

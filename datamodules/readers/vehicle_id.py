@@ -14,7 +14,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, class_number
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
@@ -111,25 +111,27 @@ class VehicleID(ImageDataModule):
         **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
-        owner = type(self).__name__
-        self.sizes = _check_sizes(owner, sizes)
+        with owned_by(type(self).__name__):
+            self.sizes = _check_sizes(sizes)
         self.protocol = checked(self, protocol=protocol)
         self.select_by_vid = checked(self, select_by_vid=select_by_vid)
 
+    @owned
     def sources(self) -> list[Path]:
         """The lists; if `select_by_vid` is True, the list of all images; and, if it exists, the list of models."""
         names = list(self._lists().values())
         if self.select_by_vid:
             names.append(ALL_IMAGES)
-        found = [find_file(type(self).__name__, self.root, name) for name in names]
+        found = [find_file(self.root, name) for name in names]
         if (self.root / MODELS).exists():
             found.append(self.root / MODELS)
         return found
 
+    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of the lists or, with `select_by_vid`, of `img2vid.txt`."""
         self.sources()  # raises an error if a list is missing
-        folder = find_file(type(self).__name__, self.root, "image", "images").name
+        folder = find_file(self.root, "image", "images").name
         all_images = self._read_images(ALL_IMAGES) if self.select_by_vid else None
         model_of = self._read_models()
         vehicle_of: dict[str, int] = {}  # the vehicle of each image, from all lists
@@ -159,7 +161,7 @@ class VehicleID(ImageDataModule):
         return _RandomGallerySet(index, self.root, self.eval_transform, seed=self.seed, **self.reading)
 
     def _list(self, name: str) -> ListFile:
-        return ListFile(type(self).__name__, self.root / name)
+        return ListFile(self.root / name)
 
     def _lists(self) -> dict[str, str]:
         """The path of each split's list, relative to the root."""
@@ -180,7 +182,7 @@ class VehicleID(ImageDataModule):
         without = sorted(wanted.difference(all_images[1]))
         if without:
             rule = f"{self.root / ALL_IMAGES} must have images of each listed vehicle"
-            raise InvalidValue(rule, type(self).__name__, got=f"none for {len(without)} vehicles, such as {without[0]}")
+            raise InvalidValue(rule, got=f"none for {len(without)} vehicles, such as {without[0]}")
         images = []
         vehicles = []
         rows = []
@@ -194,7 +196,7 @@ class VehicleID(ImageDataModule):
     def _check_protocol(self, name: str, vehicles: Sequence[int]) -> None:
         if self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
             rule = "the protocol 'reid' needs a vehicle with two images or more"
-            raise InvalidValue(rule, type(self).__name__, got=f"none in {self.root / name}")
+            raise InvalidValue(rule, got=f"none in {self.root / name}")
 
     def _read_models(self) -> dict[int | None, int] | None:
         """Map each vehicle's id to the number of its model, and None to the number for vehicles without a model."""
@@ -229,13 +231,13 @@ def _check_one_vehicle_each(
     for position, (image, vehicle) in enumerate(zip(images, vehicles)):
         if vehicle_of.setdefault(image, vehicle) != vehicle:
             got = f"{image} with {vehicle_of[image]} and with {vehicle} in {lines.where(position)}"
-            raise InvalidValue("an image must have the same vehicle in all lists", lines.owner, got=got)
+            raise InvalidValue("an image must have the same vehicle in all lists", got=got)
 
 
-def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
+def _check_sizes(sizes: Size | Sequence[Size]) -> list[Size]:
     """The names of the test sets, each once."""
     names: Sequence[str] = [sizes] if isinstance(sizes, str) else sizes
-    check_strings(owner, "sizes", names)
+    check_strings("sizes", names)
     if len(names) == 0:
-        raise InvalidValue("must name at least one test set", owner, "sizes", got=repr(sizes))
-    return [check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]
+        raise InvalidValue("must name at least one test set", argument="sizes", got=repr(sizes))
+    return [check_choice("sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]

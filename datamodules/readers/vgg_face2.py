@@ -84,7 +84,7 @@ class VGGFace2(ImageDataModule):
             if path is not None:
                 found.append(path)
                 continue
-            folder = find_file("VGGFace2", self.root, split)
+            folder = find_file(self.root, split)
             found.append(folder)
             found += list_folder(folder).folders
         if self.boxes:
@@ -99,14 +99,14 @@ class VGGFace2(ImageDataModule):
             path = self._list(split)
             lines = None
             if path is None:
-                people, paths = _read_folder(find_file("VGGFace2", self.root, split), split)
+                people, paths = _read_folder(find_file(self.root, split), split)
             else:
-                file = ListFile("VGGFace2", path)
+                file = ListFile(path)
                 people, paths = _read_list(file, split)
                 lines = ListLines(file)
             boxes = None
             if self.boxes:
-                boxes = _read_boxes(ListFile("VGGFace2", self._boxes_file(split)), split, paths)
+                boxes = _read_boxes(ListFile(self._boxes_file(split)), split, paths)
             labels, names = class_numbers(people)
             del people  # frees millions of entries before the index is made
             splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names, lines=lines)
@@ -117,7 +117,7 @@ class VGGFace2(ImageDataModule):
         has_folders = (self.root / "train").is_dir() and (self.root / "test").is_dir()
         if has_folders and not self._has_lists():
             return None
-        return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", companion=split)
+        return find_file(self.root, f"meta/{split}_list.txt", f"{split}_list.txt", companion=split)
 
     def _has_lists(self) -> bool:
         for split in SPLITS:
@@ -128,7 +128,7 @@ class VGGFace2(ImageDataModule):
 
     def _boxes_file(self, split: str) -> Path:
         name = f"loose_bb_{split}.csv"
-        return find_file("VGGFace2", self.root, f"bb_landmark/{name}", f"meta/bb_landmark/{name}", name)
+        return find_file(self.root, f"bb_landmark/{name}", f"meta/bb_landmark/{name}", name)
 
 
 def _read_list(file: ListFile, split: str) -> _Images:

@@ -18,25 +18,25 @@ from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
 
 Integers = NDArray[np.signedinteger[Any]]
 Labels = Tensor | NDArray[Any] | Sequence[int]
 
 
-def integer_array(owner: str, name: str, values: Labels) -> NDArray[Any]:
+def integer_array(name: str, values: Labels) -> NDArray[Any]:
     """Convert `values` to a one-dimensional array of integers.
 
     Raises:
         ValueError: if the values are empty or not one-dimensional.
         TypeError: if the values are not integers.
     """
-    array = as_array(owner, name, values)
+    array = as_array(name, values)
     if array.ndim != 1 or len(array) == 0:
-        raise InvalidValue("must be one integer for each image", owner, name, got=f"shape {array.shape}")
+        raise InvalidValue("must be one integer for each image", argument=name, got=f"shape {array.shape}")
     if array.dtype.kind not in "iu":
-        raise InvalidType("must be integers", owner, name, got=array.dtype)
+        raise InvalidType("must be integers", argument=name, got=array.dtype)
     return array
 
 
@@ -63,7 +63,7 @@ def slice_positions(starts: Integers, lengths: Integers, dtype: np.dtype[Any]) -
     return positions
 
 
-def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[Any], Integers, int]:
+def group_by_class(labels: NDArray[Any]) -> tuple[Integers, NDArray[Any], Integers, int]:
     """Group the images by class. Classes with a single image are left out, and the smallest class comes first.
 
     Returns:
@@ -80,8 +80,7 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[
     if len(kept) == 0:
         raise InvalidValue(
             "must hold a class with at least 2 images",
-            owner,
-            "labels",
+            argument="labels",
             got=f"{len(labels)} images of {len(sizes)} classes",
             cure="check that the labels are classes and not the numbers of the images, or use TagSampler if the "
             "images have tags",
@@ -135,10 +134,11 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def __init__(self, labels: Labels, *, seed: Seed = 0) -> None:
         self.seed = checked(self, seed=seed)
         self.epoch = 0
-        array = integer_array(self.name, "labels", labels)
-        self.dataset_size = len(array)
         self.images: Integers
-        self.images, self.class_labels, self.class_sizes, num_classes = group_by_class(self.name, array)
+        with owned_by(self.name):
+            array = integer_array("labels", labels)
+            self.images, self.class_labels, self.class_sizes, num_classes = group_by_class(array)
+        self.dataset_size = len(array)
         self.num_single_image_classes = num_classes - len(self.class_sizes)
         if self.num_single_image_classes:
             warnings.warn(
@@ -209,7 +209,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""
-        self.epoch = check_integer(self.name, "epoch", epoch, 0)
+        self.epoch = check_integer("epoch", epoch, 0, owner=self.name)
 
     @abstractmethod
     def __len__(self) -> int:

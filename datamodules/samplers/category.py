@@ -20,7 +20,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     group_equal_values,
     integer_array,
 )
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 
 _MAX_LISTED = 1_000_000  # above this number, combinations are drawn one by one instead of listed
 _COMBINATION_STREAM = 1  # combinations have the seed (seed, refill, 1), and batches the seed (seed, epoch)
@@ -197,11 +197,12 @@ class CategorySampler(GlobalBatchSampler):
             got = f"{self.categories_per_batch} for {count} such categories"
             raise InvalidValue(rule, self.name, "categories_per_batch", got=got, cure="lower it")
 
+    @owned
     def _category_of_each_class(self, categories: Labels) -> Integers:
-        array = integer_array(self.name, "categories", categories)
+        array = integer_array("categories", categories)
         if len(array) != self.dataset_size:
             rule = f"must be one integer for each of the {self.dataset_size} labels"
-            raise InvalidValue(rule, self.name, "categories", got=len(array))
+            raise InvalidValue(rule, argument="categories", got=len(array))
         by_class = array[self.images]
         lowest = np.minimum.reduceat(by_class, self.class_starts)
         highest = np.maximum.reduceat(by_class, self.class_starts)
@@ -210,8 +211,7 @@ class CategorySampler(GlobalBatchSampler):
             first = mixed[0]
             raise InvalidValue(
                 "must be the same for all images of a class",
-                self.name,
-                "categories",
+                argument="categories",
                 got=f"{lowest[first]} and {highest[first]} for class {self.class_labels[first]} ({len(mixed)} of "
                 f"{len(lowest)} classes)",
             )

@@ -17,7 +17,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     slice_positions,
 )
 from lightning_retrieval.datamodules.samplers.pk import shuffled_class_batches, shuffled_queue_table
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
 
 
@@ -75,8 +75,9 @@ class PairSampler(GlobalBatchSampler):
         self.classes_per_batch = checked(self, classes_per_batch=classes_per_batch)
         self.queries_per_class = checked(self, queries_per_class=queries_per_class)
         self.samples_per_class = checked(self, samples_per_class=samples_per_class)
-        queries = integer_array(self.name, "query_labels", query_labels)
-        candidates = integer_array(self.name, "candidate_labels", candidate_labels)
+        with owned_by(self.name):
+            queries = integer_array("query_labels", query_labels)
+            candidates = integer_array("candidate_labels", candidate_labels)
         shared = np.intersect1d(queries, candidates)
         self._check_classes(shared, np.union1d(queries, candidates))
         labels = np.concatenate([queries, candidates])

@@ -13,7 +13,7 @@ from lightning_retrieval.arguments import PositiveInt, Seed, Several, checked
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, uniform_numbers
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.ranking.relevance import NO_TAG, is_multi_hot, tags_of_multi_hot
 
 Tags = Tensor | NDArray[Any] | Sequence[Sequence[int]]
@@ -98,7 +98,8 @@ class TagSampler(GlobalBatchSampler):
     ) -> None:
         self.tags_per_batch = checked(self, tags_per_batch=tags_per_batch)
         self.samples_per_tag = checked(self, samples_per_tag=samples_per_tag)
-        table = _tag_table(self.name, tags)
+        with owned_by(self.name):
+            table = _tag_table(tags)
         image, tag = _pairs(table)
         if np.unique(tag, return_counts=True)[1].max(initial=0) < 2:
             rule = "must hold a tag of at least 2 images"
@@ -151,20 +152,20 @@ class TagSampler(GlobalBatchSampler):
             yield np.array(list(batch))
 
 
-def _tag_table(owner: str, tags: Tags | None) -> NDArray[Any]:
+def _tag_table(tags: Tags | None) -> NDArray[Any]:
     """Convert tags to an array (images, T); raise if that is not possible."""
     if tags is None:
         rule = "must be integers of shape (images, tags)"
-        raise InvalidType(rule, owner, "tags", got="None", cure="provide them, or use PKSampler")
-    table = as_array(owner, "tags", tags)
+        raise InvalidType(rule, argument="tags", got="None", cure="provide them, or use PKSampler")
+    table = as_array("tags", tags)
     if table.ndim != 2 or table.size == 0:
-        raise InvalidValue("must have the shape (images, tags)", owner, "tags", got=table.shape)
+        raise InvalidValue("must have the shape (images, tags)", argument="tags", got=table.shape)
     if table.dtype == bool:  # multi-hot
         table = tags_of_multi_hot(torch.from_numpy(table)).numpy()
     if table.dtype.kind not in "iu":
-        raise InvalidType("must be integers", owner, "tags", got=table.dtype)
+        raise InvalidType("must be integers", argument="tags", got=table.dtype)
     if table.min() < NO_TAG:
-        raise InvalidValue(f"must be integers >= 0, or {NO_TAG} for no tag", owner, "tags", got=table.min())
+        raise InvalidValue(f"must be integers >= 0, or {NO_TAG} for no tag", argument="tags", got=table.min())
     numbers = torch.from_numpy(table.astype(np.int64))
     if is_multi_hot(numbers):
         return tags_of_multi_hot(numbers).numpy()

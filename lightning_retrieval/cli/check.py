@@ -4,11 +4,21 @@ import argparse
 import inspect
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.command_line import did_you_mean, null_for_none, one_line, printable, unknown_option
+from lightning_retrieval.cli.invalid_values import invalid_value
+from lightning_retrieval.command_line import (
+    did_you_mean,
+    null_for_none,
+    one_line,
+    printable,
+    unknown_option,
+    with_options,
+)
+from lightning_retrieval.invalid import Invalid
 
 PROGRAM = "lightning-retrieval check"
 PREFIX = "--data."  # of settings of the data module in `fit`
@@ -52,10 +62,12 @@ def check(args: Sequence[str]) -> int:
     try:
         report = data_module(**settings).check()
     except (ImportError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        if isinstance(error, Invalid):
+            error = error.of("check", **{name: f"--{name}" for name in settings})
+        print(with_options(str(error), settings), file=sys.stderr)
         return 2
     for line in str(report).splitlines():
-        print(printable(line))
+        print(printable(with_options(line, settings)))
     if report.ok:
         return 0
     return 1
@@ -90,6 +102,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
         parser.parse_args(args)  # this call ends the program with the help or an error
+    _check_root(parser, named.data, rest)
     _print_start(named.data, rest)
     known = data_modules()
     if named.data not in known:
@@ -102,6 +115,15 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     settings: dict[str, Any] = parser.instantiate_classes(parsed).as_dict()
     del settings["data"]
     return data_module, settings
+
+
+def _check_root(parser: "_Parser", data: str, args: Sequence[str]) -> None:
+    """Exit if the folder of a data set does not exist, before libraries are imported, which takes seconds."""
+    first = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    first.add_argument("--root", f"{PREFIX}root", type=Path)
+    root = first.parse_known_args(args)[0].root
+    if data in DATA_MODULES and root is not None and not root.expanduser().exists():
+        parser.error(f"--root must be the folder of the data set, got {root}, which does not exist")
 
 
 def _without_prefix(argument: str) -> str:
@@ -128,4 +150,6 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit."""
-        self.exit(2, one_line(PROGRAM, unknown_option(self, message)))
+        if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
+            super().error(message, ex)
+        self.exit(2, one_line(PROGRAM, invalid_value(message) or unknown_option(self, message)))

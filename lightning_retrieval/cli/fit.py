@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import DefaultHelpFormatter, get_loader, set_loader
+from jsonargparse import DefaultHelpFormatter, get_loader, set_dumper, set_loader
 
 from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.backend import (
@@ -23,6 +23,7 @@ from lightning_retrieval.backend import (
     of_this_backend,
     pl,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_retrieval.callbacks.csv_logger import (
     ResumableCSVLogger,
@@ -39,7 +40,8 @@ from lightning_retrieval.checkpoints import (
     is_checkpoint,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_path, first_line
+from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
+from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
 from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
@@ -87,8 +89,10 @@ UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
 )
 # This pattern finds a suggestion of this library in a longer message.
-SUGGESTION = re.compile(r"^ *((?:there is no class|\w+ has no argument) .*\?)$", flags=re.MULTILINE)
-UNKNOWN_ARGUMENT = re.compile(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
+SUGGESTION = re.compile(r"^[ -]*((?:there is no class .*\?|\w+ has no argument .*))$", flags=re.MULTILINE)
+UNKNOWN_ARGUMENT = re.compile(
+    r"(?:Parser key \"([\w.]+)\":\s+)?Problem with given class_path '([\w.]+)':\s+Option '([\w-]+)[\w.-]*' is not"
+)
 CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
@@ -155,6 +159,27 @@ def _upgraded(model: Any) -> Any:
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
+
+
+class _ConfigDumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes texts that jsonargparse would read as numbers, such as 25921e05, in quotes.
+
+    PyYAML itself reads them as texts, and would leave out the quotes.
+    """
+
+
+_ConfigDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9_]*\.?[0-9_]*[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _dump_config(content: Any) -> str:
+    """A config as YAML, from which `_load_config` reads the same values."""
+    text: str = yaml.dump(content, Dumper=_ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
+
+
+set_dumper(CONFIGS, _dump_config)
 
 
 class RetrievalCLI(LightningCLI):
@@ -234,7 +259,7 @@ class RetrievalCLI(LightningCLI):
         path = options.get("ckpt_path")
         try:
             if path:
-                check_path(self._owner, "--ckpt_path", path)
+                check_path("--ckpt_path", path, owner=self._owner)
             if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
             check_checkpoint(path)
@@ -281,6 +306,12 @@ class RetrievalCLI(LightningCLI):
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
+        unused = _differing_settings("", self.config[subcommand].model.as_dict(), described)
+        if unused:
+            rank_zero_warn(
+                f"{self._owner}: the model is that of the checkpoint, so what the config has instead is not used: "
+                f"{first_of(unused)}; {cls.__name__}.load_from_checkpoint(PATH, NAME=VALUE) changes it in Python."
+            )
         self.save_config_kwargs = {**self.save_config_kwargs, "model": described}
         config = self.config.clone()
         del config[subcommand]["model"]
@@ -315,7 +346,7 @@ class RetrievalCLI(LightningCLI):
             options.ckpt_path = str(found)
         elif options.run_folder is not None and options.ckpt_path == "last":
             options.ckpt_path = None
-        trainer.callbacks.append(SameCheckpoint(self._owner, found))
+        trainer.callbacks.append(SameCheckpoint(found))
         if options.run_folder is not None:
             if trainer.is_global_zero:
                 self._delete_temporary_checkpoints(Path(trainer.logger.log_dir))
@@ -360,7 +391,8 @@ class RetrievalCLI(LightningCLI):
         """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1."""
         with self._locked_run_folder():
             try:
-                super()._run_subcommand(subcommand)
+                with owned_by(self._owner):
+                    super()._run_subcommand(subcommand)
             except SystemExit:
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)
@@ -406,6 +438,30 @@ class RetrievalCLI(LightningCLI):
         self.trainer.test(
             self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
         )
+
+
+def _differing_settings(name: str, given: Any, used: Any) -> list[str]:
+    """Settings of the config's model that differ from those of the checkpoint's model.
+
+    Settings that only one of them has, or that the config leaves open, are skipped: a checkpoint has more of them.
+
+    Args:
+        name: path of the setting, such as `loss.tau`.
+        given: its value in the config.
+        used: its value in the checkpoint.
+    """
+    if isinstance(given, dict) and isinstance(used, dict):
+        differing = []
+        for key in given:
+            if key in used:
+                inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
+                differing += _differing_settings(inner, given[key], used[key])
+        return differing
+    if isinstance(given, tuple):  # a checkpoint has lists
+        given = list(given)
+    if given is None or given == used:
+        return []
+    return [f"{name} {short_repr(given)} ({short_repr(used)} in the checkpoint)"]
 
 
 def _sentence(error: BaseException) -> str | None:
@@ -525,7 +581,10 @@ class _Parser(LightningArgumentParser):
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""
         if message.startswith("the following arguments are required: "):
             message += "; give a config, --config FILE"
-        super().error(_suggestion(message) or unknown_option(self, message), ex)
+        sentence = _suggestion(message)
+        if sentence is None and self.exit_on_error:  # the parser of a class does not know the name of the class
+            sentence = invalid_value(message)
+        super().error(sentence or unknown_option(self, message), ex)
 
 
 def _suggestion(message: str) -> str | None:
@@ -535,11 +594,17 @@ def _suggestion(message: str) -> str | None:
         return of_nested[1]
     name = UNKNOWN_CLASS.search(message)
     if name is not None:
-        return _class_meant(name[1] or name[2])
-    argument = UNKNOWN_ARGUMENT.search(message)
-    if argument is None:
+        meant = _class_meant(name[1] or name[2])
+        if meant:
+            return meant
+    unknown = UNKNOWN_ARGUMENT.search(message)
+    if unknown is None or invalid_value(message[: unknown.start()]):
         return None
-    path, unknown = argument.groups()
+    return _argument_meant(*unknown.groups())
+
+
+def _argument_meant(key: str | None, path: str, unknown: str) -> str | None:
+    """A sentence on an unknown argument of a class; None if the class is not known."""
     module, _, name_of_class = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
     if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
@@ -549,6 +614,8 @@ def _suggestion(message: str) -> str | None:
     for old, moved in moved_arguments(names).items():
         shown[old] = str(moved)
     meant = did_you_mean(unknown, shown)
+    if not meant and names:
+        meant = f"; {key or 'it'} is a {name_of_class}, whose arguments are {', '.join(names)}"
     return meant and f"{name_of_class} has no argument {unknown}{meant}"
 
 
@@ -588,7 +655,7 @@ class _SaveConfig(SaveConfigCallback):
             config = self.parser.dump(self.config, skip_none=False)
             if self.model is not None:
                 content = {**yaml.safe_load(config), "model": self.model}
-                config = f"# {FORMAT_LINE}\n{yaml.safe_dump(content, sort_keys=False)}"
+                config = f"# {FORMAT_LINE}\n{_dump_config(content)}"
             path = folder / self.config_filename
             with owned_by("fit"), writing(path):
                 folder.mkdir(parents=True, exist_ok=True)

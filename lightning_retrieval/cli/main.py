@@ -57,6 +57,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 COMPLETION_EXAMPLE = """\
 lightning-retrieval completion bash \\
   > ~/.local/share/bash-completion/completions/lightning-retrieval"""
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FILE_OPTIONS = (
     "--config",
     "--ckpt_path",
@@ -86,6 +87,8 @@ def main(args: Any = None) -> None:
         raise InvalidType(rule, "main", "args", got=f"{given!r} ({type(given).__name__})")
     if is_list:
         command = _parse_command(given)
+        if command in LIGHTNING_COMMANDS:
+            _check_configs(command, given[1:])
         if command not in WITHOUT_LIGHTNING:
             _check_backend(command)
         if command in OTHER_COMMANDS:
@@ -97,6 +100,16 @@ def main(args: Any = None) -> None:
     from lightning_retrieval.cli.fit import fit
 
     fit(args)
+
+
+def _check_configs(command: str, args: Sequence[str]) -> None:
+    """Exit if a file of `--config` does not exist, before libraries are imported, which takes seconds."""
+    parser = CommandParser(f"lightning-retrieval {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", "-c", action="append", default=[])
+    for config in parser.parse_known_args(args)[0].config:
+        path = Path(config)
+        if path.suffix in CONFIG_SUFFIXES and "://" not in config and not path.expanduser().exists():
+            parser.error(f"--config must be an existing file, got {config}")
 
 
 def _parse_command(args: Sequence[str]) -> str:
@@ -156,6 +169,12 @@ def _run(command: str, args: Sequence[str]) -> int:
         return shrink(args)
     parsing = import_module(f"{SEARCH_COMMANDS}.options")
     options = parsing.parse(command, args)
+    names = [action.dest for action in parsing.make_parser(command)._actions]
+    try:
+        import_module("lightning_retrieval.search.rules").check_options(command, options)  # before torch is imported
+    except EXPECTED_ERRORS as error:
+        print(command_line_message(command, error, names), file=sys.stderr)
+        return 2
     work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
     from lightning_retrieval.plain_data import import_named_module
@@ -166,7 +185,6 @@ def _run(command: str, args: Sequence[str]) -> int:
         del options.import_module
         unreadable = work(options)
     except EXPECTED_ERRORS as error:
-        names = [action.dest for action in parsing.make_parser(command)._actions]
         print(command_line_message(command, error, names), file=sys.stderr)
         return 2
     for image in unreadable:

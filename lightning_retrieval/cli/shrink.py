@@ -11,6 +11,7 @@ from lightning_retrieval.command_line import (
     command_parser,
     printable,
 )
+from lightning_retrieval.first_checks import check_images_exist, check_integers
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
@@ -26,9 +27,11 @@ def shrink(args: Sequence[str]) -> int:
     add_options(parser)
     options = parser.parse_args(args)
 
-    from lightning_retrieval.preparation.shrink import shrink_images
-
     try:
+        check_integers(options, {"size": 1, "workers": 1})
+        check_images_exist(options.images)
+        from lightning_retrieval.preparation.shrink import shrink_images  # imports torch
+
         done = shrink_images(options.images, options.output, options.size, workers=options.workers)
     except (OSError, ValueError) as error:
         print(command_line_message("shrink", error, vars(options), positional=POSITIONAL), file=sys.stderr)
@@ -38,10 +41,13 @@ def shrink(args: Sequence[str]) -> int:
         return INTERRUPTED
     for path, reason in done.unreadable:
         print(f"shrink: cannot read the image {printable(path)} ({printable(reason)}); skipped.", file=sys.stderr)
-    counts = f"{done.counts['resized']:,} images with fewer pixels, {done.counts['copied']:,} copied as they are"
+    resized = done.counts["resized"] + done.counts["first_frame"]
+    counts = f"{resized:,} images with fewer pixels, {done.counts['copied']:,} copied as they are"
     if done.counts["kept"]:
         counts += f", {done.counts['kept']:,} from earlier"
     print(f"{options.output}: {counts}")
+    if done.counts["first_frame"]:
+        print(f"of {done.counts['first_frame']:,} animations or files of several pages, only the first is kept")
     return int(bool(done.unreadable))
 
 
@@ -54,6 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "output", type=Path, metavar=POSITIONAL["output"], help="new folder, or one that this command began"
     )
     parser.add_argument(
-        "--size", type=int, default=288, help="shorter side in pixels, default 288, enough for crops of 256 and less"
+        "--size",
+        type=int,
+        default=288,
+        help="shorter side in pixels, default 288, enough for crops of 256 and less",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="number of threads, default one for each core")

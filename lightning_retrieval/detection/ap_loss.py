@@ -22,7 +22,7 @@ from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, ch
 from lightning_retrieval.checks import check_finite, check_integers, check_matrix
 from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import CALLER, owned
+from lightning_retrieval.invalid import owned
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.training.step import gather_batch
@@ -113,10 +113,10 @@ class DetectionAPLoss(nn.Module):
             class_logits: logits of each RoI, for the background and classes 1 to C.
             labels: label of each RoI, from 0 (background) to C.
         """
-        check_matrix(CALLER, "class_logits", class_logits)
-        check_integers(CALLER, "labels", labels, len(class_logits), "class_logits")
+        check_matrix("class_logits", class_logits)
+        check_integers("labels", labels, len(class_logits), "class_logits")
         check_class_labels(labels, 0, class_logits.shape[1] - 1)
-        check_finite(CALLER, "class_logits", class_logits)
+        check_finite("class_logits", class_logits)
         if self.gather:
             gathered = gather_batch(class_logits, labels, None, gather=True, local_queries=False)
             class_logits, labels = gathered[0], gathered[1].labels

@@ -26,7 +26,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.optional_packages import optional_import
 
 MAX_IMAGES = 1 << 40  # maximum number of images per process and evaluation
@@ -85,8 +85,8 @@ class DetectionMetric(Metric):
             targets: for each image, `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`,
                 and `difficult` and `iscrowd` (objects,): objects for which one of them is true are ignored.
         """
-        check_sequence(CALLER, "detections", detections)
-        check_sequence(CALLER, "targets", targets)
+        check_sequence("detections", detections)
+        check_sequence("targets", targets)
         if len(detections) != len(targets):
             rule = "must be one for each target"
             raise InvalidValue(rule, argument="detections", got=f"{len(detections)} for {len(targets)} in `targets`")
@@ -143,7 +143,7 @@ class DetectionMetric(Metric):
     def _add_image(self, detected: Any, target: Any) -> None:
         found_boxes, found_labels = _boxes_and_labels("detections", detected, self.classes)
         scores = _one_for_each("detections", detected, "scores", found_labels)
-        check_finite(CALLER, "scores", scores)
+        check_finite("scores", scores)
         boxes, labels = _boxes_and_labels("targets", target, self.classes)
         ignored = torch.zeros_like(labels)
         for name in ("difficult", "iscrowd"):
@@ -169,17 +169,17 @@ class DetectionMetric(Metric):
 def _boxes_and_labels(name: str, given: Any, classes: int) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
     """The boxes and labels of one image; raises if they are invalid."""
     keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
-    check_mapping(CALLER, name, given)
+    check_mapping(name, given)
     for key in keys:
         if key not in given:
             rule = f"must have the keys {', '.join(keys)} for each image"
             raise InvalidValue(rule, argument=name, got=", ".join(map(str, given)))
-        check_tensor(CALLER, f"{name}[{key!r}]", given[key])
+        check_tensor(f"{name}[{key!r}]", given[key])
     boxes, labels = given["boxes"], given["labels"]
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise InvalidValue(f"of `{name}` must have shape (boxes, 4)", argument="boxes", got=tuple(boxes.shape))
-    check_finite(CALLER, f"{name}['boxes']", boxes)
-    check_integers(CALLER, "labels", labels, len(boxes), "boxes")
+    check_finite(f"{name}['boxes']", boxes)
+    check_integers("labels", labels, len(boxes), "boxes")
     if len(labels) > 0 and not 1 <= int(labels.min()) <= int(labels.max()) <= classes:
         got = f"{int(labels.min())} to {int(labels.max())}"
         raise InvalidValue(
@@ -191,7 +191,7 @@ def _boxes_and_labels(name: str, given: Any, classes: int) -> tuple[Float[Tensor
 def _one_for_each(name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
     """The tensor with this key; raises unless it has one value for each box."""
     values: Tensor = given[key]
-    check_tensor(CALLER, f"{name}[{key!r}]", values)
+    check_tensor(f"{name}[{key!r}]", values)
     if values.shape != labels.shape:
         rule = f"must have shape {tuple(labels.shape)}, one for each box"
         raise InvalidValue(rule, argument=key, got=tuple(values.shape))

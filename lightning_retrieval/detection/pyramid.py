@@ -76,7 +76,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         checked(self, backbone_name=backbone_name)
         checked(self, pretrained=pretrained)
         checked(self, min_size=min_size)
-        check_integer(type(self).__name__, "max_size", max_size, least=min_size)
+        check_integer("max_size", max_size, least=min_size, owner=type(self).__name__)
         checked(self, pyramid_channels=pyramid_channels)
         checked(self, head_features=head_features)
         checked(self, rois_per_image=rois_per_image)

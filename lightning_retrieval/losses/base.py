@@ -100,7 +100,7 @@ class RetrievalLoss(BatchLoss, ABC):
         Args:
             relevance: a rule of relevance.
         """
-        check_instance(self.name, "relevance", relevance, Relevance)
+        check_instance("relevance", relevance, Relevance, owner=self.name)
         if self.graded:
             raise InvalidType(
                 "must be None, because the relevance of this loss is the number of label levels that two images share",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
 from lightning_retrieval.checks import as_int64, check_no_transform
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
@@ -96,7 +96,7 @@ def ranked_batch(
         settings: `queries` and `fraction` of `RankedBatch`.
     """
     columns = {"labels": labels, "ids": ids, "ref_labels": ref_labels, "ref_ids": ref_ids}
-    columns = {name: as_int64(CALLER, name, values) for name, values in columns.items()}
+    columns = {name: as_int64(name, values) for name, values in columns.items()}
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
@@ -169,7 +169,7 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
-        check_no_transform(CALLER, embeddings=embeddings, labels=labels, ref_emb=ref_emb)
+        check_no_transform(embeddings=embeddings, labels=labels, ref_emb=ref_emb)
         columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
 

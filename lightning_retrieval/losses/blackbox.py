@@ -86,14 +86,14 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
     Relations:
         `BlackboxAPLoss` and `BlackboxRecallLoss` use a faster form that ranks the positives only.
     """
-    check_positive("blackbox_rank", "lambda_", lambda_)
-    check_tensor("blackbox_rank", "scores", scores)
+    check_positive("lambda_", lambda_, owner="blackbox_rank")
+    check_tensor("scores", scores, owner="blackbox_rank")
     if scores.ndim == 0 or not scores.is_floating_point():
         rule = "must be floating point with lists along the last dimension"
         raise InvalidType(rule, "blackbox_rank", "scores", got=f"{scores.dtype} of shape {tuple(scores.shape)}")
-    check_float("blackbox_rank", "scores", scores)
-    check_no_transform("blackbox_rank", scores=scores)
-    check_finite("blackbox_rank", "scores", scores)
+    check_float("scores", scores, owner="blackbox_rank")
+    check_no_transform(scores=scores, owner="blackbox_rank")
+    check_finite("scores", scores, owner="blackbox_rank")
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)
     return ranks
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import SMALLEST, check_finite
-from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
 from lightning_retrieval.losses.positives import ScoreBlock
@@ -148,7 +148,7 @@ class BlackboxMAPLoss(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Restore the memory from a checkpoint."""
         for scores, _ in state["memory"]:
-            check_finite("BlackboxMAPLoss", "state", scores)
+            check_finite("state", scores, owner="BlackboxMAPLoss")
         self.reset()
         self.memory = [(scores, targets) for scores, targets in state["memory"]]
 
@@ -181,7 +181,7 @@ class BlackboxMAPLoss(nn.Module):
         """Raise if the scores or the targets are invalid, or their number of classes differs from the memory's."""
         with reported_as("BlackboxMAPLoss", relevant="targets"):
             ScoreLists(scores, targets)  # validates shapes and types
-            check_finite(CALLER, "scores", scores)
+            check_finite("scores", scores)
         if not self.memory:
             return
         classes = self.memory[-1][0].shape[1]

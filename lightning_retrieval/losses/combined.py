@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
 from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
@@ -69,7 +69,7 @@ class NestedLoss(BatchLoss):
     ) -> None:
         super().__init__()
         with owned_by(type(self).__name__):
-            check_instance(CALLER, "loss", loss, nn.Module)
+            check_instance("loss", loss, nn.Module)
             self.dims = check_dims(dims)
             self.weights: tuple[float, ...] | None = None
             if weights is not None:
@@ -129,11 +129,11 @@ class NestedLoss(BatchLoss):
 
 
 def _checked_weights(weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
-    check_sequence(CALLER, "weights", weights)
+    check_sequence("weights", weights)
     if len(weights) != len(dims):
         rule = f"must hold one weight for each of the {len(dims)} dims"
         raise InvalidValue(rule, argument="weights", got=short_repr(weights))
-    return tuple(check_finite_number(CALLER, "weights", weight) for weight in weights)
+    return tuple(check_finite_number("weights", weight) for weight in weights)
 
 
 class Schedule(ABC):
@@ -271,8 +271,8 @@ class Ramp(Schedule):
         self.first = checked(self, first=first)
         self.last = checked(self, last=last)
         if geometric:
-            check_positive("Ramp", "first", first)
-            check_positive("Ramp", "last", last)
+            check_positive("first", first, owner="Ramp")
+            check_positive("last", last, owner="Ramp")
         self.start = checked(self, start=start)
         self.end = checked(self, end=end)
         if self.start >= self.end:
@@ -349,7 +349,7 @@ class WeightedSum(BatchLoss):
                 _check_term(name, term)
                 weight, loss = term
                 if not isinstance(weight, Schedule):
-                    weight = check_finite_number(CALLER, f"losses[{name!r}]", weight, rule=" or a schedule")
+                    weight = check_finite_number(f"losses[{name!r}]", weight, rule=" or a schedule")
                 self.weights[name] = weight
                 self.parts[name] = as_batch_loss(loss)
             self._check_weights()
@@ -361,7 +361,7 @@ class WeightedSum(BatchLoss):
 
     def weights_at(self, fraction: float) -> dict[str, float]:
         """The weight of each term at a fraction of the training, from 0 (the first step) to 1."""
-        check_finite_number(type(self).__name__, "fraction", fraction, least=0, most=1)
+        check_finite_number("fraction", fraction, least=0, most=1, owner=type(self).__name__)
         values: dict[str, float] = {}
         for name, weight in self.weights.items():
             if isinstance(weight, Schedule):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.checks import check_finite_number, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
@@ -198,4 +198,4 @@ def _check_slopes(slopes: Sequence[float] | None) -> tuple[float, ...] | None:
         raise InvalidType("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     if len(slopes) != 3:
         raise InvalidValue("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
-    return tuple(check_finite_number(CALLER, "hrank_slopes", slope) for slope in slopes)
+    return tuple(check_finite_number("hrank_slopes", slope) for slope in slopes)

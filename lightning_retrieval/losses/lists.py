@@ -24,7 +24,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import as_levels, check_nesting
 from lightning_retrieval.ranking.lists import GivenLists, Lists
@@ -92,7 +92,7 @@ class RankedLists(ABC):
         read = to_host(torch.cat([counts, finite.all()[None]]))
         if read[-1] == 0:
             for name, values in self.given.items():
-                check_finite(CALLER, name, values)
+                check_finite(name, values)
         return counts, read[:-1]
 
     def _count_on_device(self, queries: QueryRange | None) -> Int[Tensor, " query"]:
@@ -129,8 +129,8 @@ class ScoreLists(RankedLists):
         candidate: Tensor | None = None,
         graded: bool = False,
     ) -> None:
-        check_no_transform(CALLER, scores=scores, relevant=relevant)
-        check_float(CALLER, "scores", scores)
+        check_no_transform(scores=scores, relevant=relevant)
+        check_float("scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
             raise InvalidValue("must have shape (Q, R) with Q > 0", argument="scores", got=tuple(scores.shape))
         _check_mask("relevant", relevant, scores, graded=graded)
@@ -160,8 +160,8 @@ class ScoreLists(RankedLists):
 
 
 def _check_mask(name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
-    check_device(CALLER, name, mask, scores.device, "scores")
-    check_tensor(CALLER, name, mask)
+    check_device(name, mask, scores.device, "scores")
+    check_tensor(name, mask)
     if graded and not is_integer(mask):
         raise InvalidType("must be integer levels, 0 for not relevant", argument=name, got=mask.dtype)
     if graded and bool((mask < 0).any()):
@@ -315,7 +315,7 @@ def _check_levels(labels: Tensor, ref_labels: Tensor) -> None:
 
 def check_batch(batch: RankedBatch) -> None:
     """Raise unless the tensors of a batch have matching shapes and types. Whether they are finite is not checked."""
-    check_matrix(CALLER, "embeddings", batch.embeddings)
+    check_matrix("embeddings", batch.embeddings)
     if len(batch.embeddings) == 0:
         rule = "must hold at least one row"
         raise InvalidValue(rule, argument="embeddings", got=f"shape {tuple(batch.embeddings.shape)}")
@@ -325,8 +325,8 @@ def check_batch(batch: RankedBatch) -> None:
         raise InvalidType("must be a QueryRange or None", argument="queries", got=short_repr(batch.queries))
     if batch.ref_emb is None:
         return
-    check_device(CALLER, "ref_emb", batch.ref_emb, device, "embeddings")
-    check_matrix(CALLER, "ref_emb", batch.ref_emb)
+    check_device("ref_emb", batch.ref_emb, device, "embeddings")
+    check_matrix("ref_emb", batch.ref_emb)
     if batch.ref_emb.shape[1] != batch.embeddings.shape[1]:
         got = f"{tuple(batch.ref_emb.shape)} against {tuple(batch.embeddings.shape)}"
         raise InvalidValue("must have the dimension of `embeddings`", argument="ref_emb", got=got)
@@ -347,6 +347,6 @@ def _check_rows(rows: Rows, embeddings: Tensor, of: str, device: torch.device) -
     prefix = ""
     if of == "ref_emb":
         prefix = "ref_"
-    check_integers(CALLER, f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
+    check_integers(f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
     if rows.ids is not None:
-        check_integers(CALLER, f"{prefix}ids", rows.ids, len(embeddings), of, device=device)
+        check_integers(f"{prefix}ids", rows.ids, len(embeddings), of, device=device)

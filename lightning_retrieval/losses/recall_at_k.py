@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import Positive, PositiveInts, checked
 from lightning_retrieval.checks import check_positive
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.smooth_ap import soft_ranks
@@ -109,8 +109,8 @@ def _check_tau_k(tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as a float, several as a tuple; raise unless there are 1 or `number` of them."""
     are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
     if not are_several:
-        return check_positive(CALLER, "tau_k", tau_k)
-    temperatures = tuple(check_positive(CALLER, "tau_k", tau) for tau in tau_k)
+        return check_positive("tau_k", tau_k)
+    temperatures = tuple(check_positive("tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:
         rule = f"must be one number or one for each of the {number} ks"
         raise InvalidValue(rule, argument="tau_k", got=len(temperatures))

@@ -367,7 +367,7 @@ class ROADMAPLoss(WeightedSum):
     ) -> None:
         for name, term in (("sup_ap", sup_ap), ("calibration", calibration)):
             if term is not None:
-                check_instance("ROADMAPLoss", name, term, nn.Module)
+                check_instance(name, term, nn.Module, owner="ROADMAPLoss")
         lambda_ = checked(self, lambda_=lambda_)
         checked(self, reduction=reduction)
         checked(self, class_balanced=class_balanced)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.distributed import to_host
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch, check_lists
 from lightning_retrieval.ranking.lists import Lists
@@ -78,7 +78,7 @@ class ThirdPartyLoss(BatchLoss):
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
-        check_instance(type(self).__name__, "loss", loss, nn.Module)
+        check_instance("loss", loss, nn.Module, owner=type(self).__name__)
         _check_no_schedule(loss)
         self.loss = loss
 
@@ -99,7 +99,7 @@ class ThirdPartyLoss(BatchLoss):
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise a TypeError: a loss of another library compares labels itself."""
-        check_instance(type(self.loss).__name__, "relevance", relevance, Relevance)
+        check_instance("relevance", relevance, Relevance, owner=type(self.loss).__name__)
         rule = "a third-party loss gets labels only, so `relevance` must be None"
         raise InvalidType(rule, type(self.loss).__name__, got=relevance, cure="use a loss of this library")
 
@@ -121,11 +121,11 @@ class ThirdPartyLoss(BatchLoss):
             raise InvalidType(rule, cure="omit `queries`")
         check_batch(batch)
         check_lists(batch.lists)
-        check_finite(CALLER, "embeddings", batch.embeddings)
+        check_finite("embeddings", batch.embeddings)
         self._check_classes("labels", batch.lists.columns[:, 0])
         if batch.ref_emb is None:
             return
-        check_finite(CALLER, "ref_emb", batch.ref_emb)
+        check_finite("ref_emb", batch.ref_emb)
         if self.terms_without_references:
             rule = "the loss cannot rank references without the query's own copy"
             raise InvalidType(rule, self.terms_without_references[0], cure=USE_OTHER_LOSS)

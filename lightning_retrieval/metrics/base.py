@@ -20,8 +20,8 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
 )
-from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, unshared, world_size
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned
+from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, kept_rows, world_size
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
     Images,
@@ -32,7 +32,7 @@ from lightning_retrieval.metrics.gathering import (
     nothing_to_compute,
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
-from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processed, post_processing, query_gallery
+from lightning_retrieval.metrics.query_gallery import RankingInput, post_processed, post_processing, query_gallery
 from lightning_retrieval.ranking.labels import Role, check_roles
 from lightning_retrieval.ranking.relevance import Relevance
 
@@ -44,8 +44,8 @@ class EmbeddingMetric(Metric):
 
     With several processes, each process holds a shard of about equal size, and gathers other rows block by block.
 
-    Subclasses and callbacks may use `gather`, `query_gallery`, `must_defer_errors` and `defer_error`. A subclass whose
-    lists follow another rule may override `query_gallery`.
+    Subclasses and callbacks may use `gather`, `ranking_input`, `must_defer_errors` and `defer_error`. A subclass whose
+    lists follow another rule may override `ranking_input`.
 
     Args:
         query_expansion: maps (queries, gallery, self_index) to new queries, such as
@@ -90,17 +90,19 @@ class EmbeddingMetric(Metric):
     ) -> None:
         super().__init__(**kwargs)
         owner = type(self).__name__
-        self.query_expansion = check_callable(owner, "query_expansion", query_expansion, may_be_none=True)
+        self.query_expansion = check_callable("query_expansion", query_expansion, may_be_none=True, owner=owner)
         self.database_augmentation = check_callable(
-            owner, "database_augmentation", database_augmentation, may_be_none=True
+            "database_augmentation", database_augmentation, may_be_none=True, owner=owner
         )
-        self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
+        self.embeddings_on_cpu = check_bool("embeddings_on_cpu", embeddings_on_cpu, owner=owner)
         if relevance is not None:
-            check_instance(owner, "relevance", relevance, Relevance)
+            check_instance("relevance", relevance, Relevance, owner=owner)
         self.relevance = relevance
         self._error: Exception | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
-        self._cached_values: dict[str, Tensor] | None = None  # result of the last `compute`, until the next `update`
+        # The values of each query in the last `compute`, by the prefix of their direction, until the next `update`.
+        self._cached_values: dict[str, dict[str, Tensor]] = {}
+        self._updates_of_values = 0  # number of updates before that `compute`: torchmetrics also sets states itself
         for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -131,7 +133,7 @@ class EmbeddingMetric(Metric):
                 camera are excluded from its list, as in Market-1501. If None, only the query itself is excluded. None
                 with `relevance`, which alone decides which images are in a list.
         """
-        self._cached_values = None
+        self._cached_values = {}
         try:
             self._append(embeddings, labels, roles, {"ids": ids, "instances": instances, "cameras": cameras})
         except (TypeError, ValueError) as error:
@@ -144,7 +146,7 @@ class EmbeddingMetric(Metric):
         super().reset()
         self._error = None
         self._over_processes = None
-        self._cached_values = None
+        self._cached_values = {}
 
     def sync(
         self,
@@ -158,13 +160,13 @@ class EmbeddingMetric(Metric):
         Unlike torchmetrics' own method, this does not replace the states. `gather` communicates, for any number of rows
         per process, and does not change the rows of this process.
         """
-        check_bool(type(self).__name__, "should_sync", should_sync)
+        check_bool("should_sync", should_sync, owner=type(self).__name__)
         is_available = distributed_available or self.distributed_available_fn
         self._over_processes = should_sync and is_available() and dist.get_world_size(self.process_group) > 1
 
     def unsync(self, should_unsync: bool = True) -> None:
         """Undo `sync`. torchmetrics calls this after `compute`."""
-        check_bool(type(self).__name__, "should_unsync", should_unsync)
+        check_bool("should_unsync", should_unsync, owner=type(self).__name__)
         self._over_processes = None
 
     @owned
@@ -183,7 +185,7 @@ class EmbeddingMetric(Metric):
     def gather(self) -> tuple[Images, Shard]:
         """The images of all processes, each once, and the shard of this process.
 
-        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
+        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `ranking_input`
         distributes them.
 
         With several processes, this is a collective operation, like `compute`. Outside of `compute`, it may be called
@@ -212,7 +214,7 @@ class EmbeddingMetric(Metric):
         return collected, shard
 
     @owned
-    def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
+    def ranking_input(self, images: Images, *, unit: int | None = None) -> RankingInput:
         """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
 
         Args:
@@ -235,19 +237,19 @@ class EmbeddingMetric(Metric):
     def _append(
         self, embeddings: Tensor, labels: Tensor, roles: Tensor | None, optional: dict[str, Tensor | None]
     ) -> None:
-        check_matrix(CALLER, "embeddings", embeddings)
-        labels, roles = as_int64(CALLER, "labels", labels), as_int64(CALLER, "roles", roles)
-        optional = {name: as_int64(CALLER, name, values) for name, values in optional.items()}
+        check_matrix("embeddings", embeddings)
+        labels, roles = as_int64("labels", labels), as_int64("roles", roles)
+        optional = {name: as_int64(name, values) for name, values in optional.items()}
         rows = len(embeddings)
         device = embeddings.device
-        check_integers(CALLER, "labels", labels, rows, "embeddings", device=device, levels=True)
+        check_integers("labels", labels, rows, "embeddings", device=device, levels=True)
         for name, values in {**optional, "roles": roles}.items():
             if values is not None:
-                check_integers(CALLER, name, values, rows, "embeddings", device=device)
+                check_integers(name, values, rows, "embeddings", device=device)
         if self.relevance is not None:
             self.relevance.check_columns("labels", labels)
             _check_no_cameras(self.relevance, optional["cameras"])
-        check_finite(CALLER, "embeddings", embeddings, optional["ids"])
+        check_finite("embeddings", embeddings, optional["ids"])
         if roles is None:
             roles = torch.full((rows,), int(Role.BOTH), device=device)
         else:
@@ -258,7 +260,7 @@ class EmbeddingMetric(Metric):
             self._check_like_earlier_updates(embeddings, labels, optional)
         elif self.relevance is not None:
             self.relevance.lists(labels[:1], labels[:1])  # raises now, and not in `compute`, if its masks are invalid
-        kept = unshared(embeddings)
+        kept = kept_rows(embeddings)
         if self.embeddings_on_cpu:
             kept = kept.cpu()
         self.embeddings.append(kept)
@@ -272,7 +274,7 @@ class EmbeddingMetric(Metric):
         """Load the rows of a checkpoint, if the states are persistent; raise if an embedding is not finite."""
         super()._load_from_state_dict(*arguments)
         for embeddings in self.embeddings:
-            check_finite(type(self).__name__, "state_dict", embeddings)
+            check_finite("state_dict", embeddings, owner=type(self).__name__)
 
     def _check_like_earlier_updates(
         self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]

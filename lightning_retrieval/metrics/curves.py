@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.metrics.base import EmbeddingMetric
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
 from lightning_retrieval.ranking.rows import float64_device
@@ -32,7 +32,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         steps: number of steps from recall 0 to 1.
     """
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows.at_finest_level())
+    lists = metrics.ranking_input(rows.at_finest_level())
     shape = (len(lists.query_ids), steps + 1)
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
     if not lists.is_empty:
@@ -60,7 +60,7 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         bins: number of bins.
     """
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows)
+    lists = metrics.ranking_input(rows)
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=rows.ids.device)
     for _, _, scores, is_relevant, is_candidate in score_blocks(lists):
         bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
@@ -109,7 +109,7 @@ class ScoreBlock(NamedTuple):
     candidate: Bool[Tensor, "query gallery"]
 
 
-def score_blocks(ranked: QueryGallery) -> Iterator[ScoreBlock]:
+def score_blocks(ranked: RankingInput) -> Iterator[ScoreBlock]:
     """The scores of this process's queries with the gallery, block by block.
 
     Args:

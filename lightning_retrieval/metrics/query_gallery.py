@@ -1,4 +1,4 @@
-"""Queries and gallery of an evaluation set, sorted and post-processed for ranking."""
+"""Queries and gallery of an evaluation set: how they are split, sorted and post-processed for ranking."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.entries import entries_of
 from lightning_retrieval.ranking.expansion import (
@@ -27,10 +27,11 @@ from lightning_retrieval.ranking.rows import ShardedRows
 
 
 @dataclass(frozen=True)
-class QueryGallery:
-    """Queries and gallery after post-processing.
+class RankingInput:
+    """What a metric ranks: the rows of queries and gallery, and the list of each query.
 
-    Both are sorted by their labels, the coarsest level first, or by their ids if relevant images do not share labels.
+    Queries and gallery are sorted by their labels, the coarsest level first, or by their ids if relevant images do not
+    share labels.
 
     Attributes:
         query_rows: unit rows of the queries, distributed over the processes.
@@ -77,7 +78,7 @@ class QueryGallery:
         return positive_ranks(self.query_rows, self.gallery_rows, entries_of(self.lists))
 
 
-def query_gallery(images: Images, *, unit: int | None = None) -> QueryGallery:
+def query_gallery(images: Images, *, unit: int | None = None) -> RankingInput:
     """Split images into queries and gallery, and sort both by label if relevant images share labels.
 
     Args:
@@ -104,7 +105,7 @@ def query_gallery(images: Images, *, unit: int | None = None) -> QueryGallery:
     queries = gallery = images.embeddings.select(gallery_rows).sharded(unit)
     if query_rows is not gallery_rows:
         queries = images.embeddings.select(query_rows).sharded(unit)
-    return QueryGallery(
+    return RankingInput(
         query_rows=queries,
         query_ids=images.ids[query_rows],
         gallery_rows=gallery,
@@ -129,10 +130,10 @@ def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
 
 
 def post_processed(
-    lists: QueryGallery,
+    lists: RankingInput,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
-) -> QueryGallery:
+) -> RankingInput:
     """Apply post-processing. With classes of this library, each process handles its shard, otherwise all rows.
 
     Args:
@@ -158,7 +159,7 @@ def post_processed(
     )
 
 
-def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) -> QueryGallery:
+def _expanded_in_shards(lists: RankingInput, expansion: Any, augmentation: Any) -> RankingInput:
     """Apply post-processing of this library: each process expands the rows of its shard."""
     queries, gallery = lists.query_rows, lists.gallery_rows
     if isinstance(augmentation, DatabaseAugmentation):
@@ -171,7 +172,7 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
 
 def _checked(name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
     """Return the result of post-processing; raise unless it has the shape, dtype and device of the rows."""
-    check_matrix(CALLER, f"{name}'s result", result)
+    check_matrix(f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise InvalidValue(
             f"`{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "

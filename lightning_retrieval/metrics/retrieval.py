@@ -18,13 +18,13 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
 from lightning_retrieval.checks import check_bool, check_integer, check_matrix, check_strings, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
 from lightning_retrieval.metrics.intervals import bootstrap_intervals
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
@@ -136,7 +136,7 @@ def metrics_table(
     return table
 
 
-def query_values(ranked: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
+def query_values(ranked: RankingInput, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
 
     With several processes, this is a collective operation, and each process gets the values of all queries.
@@ -244,16 +244,15 @@ class RetrievalMetrics(EmbeddingMetric):
                 raise InvalidValue(
                     "must hold the k of mAP@k, such as (100,)", argument="map_ks", got=short_repr(map_ks)
                 )
-            self.ks = tuple(check_integer(CALLER, "ks", k, least=1) for k in ks)
-            self.map_ks = tuple(check_integer(CALLER, "map_ks", k, least=1) for k in map_ks)
+            self.ks = tuple(check_integer("ks", k, least=1) for k in ks)
+            self.map_ks = tuple(check_integer("map_ks", k, least=1) for k in map_ks)
             self.map_divisor = checked(self, map_divisor=map_divisor)
-            check_strings(CALLER, "extra_metrics", extra_metrics)
+            check_strings("extra_metrics", extra_metrics)
             self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
             self._extra = [extra_metric(name) for name in self.extra_metrics]
         self.alpha = checked(self, alpha=alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
-        self._reverse_values: dict[str, Tensor] = {}  # like `_cached_values`, for the other direction
         self._means_of_values: dict[str, str] = {}  # the name of the mean of each value in the last `compute`
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
@@ -271,10 +270,11 @@ class RetrievalMetrics(EmbeddingMetric):
                 and so on. If all queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
-        results, self._cached_values = self._of_direction(collected)
+        results, values = self._of_direction(collected)
+        self._cached_values, self._updates_of_values = {"": values}, self.update_count
         if self.reverse:
             longest = self.ranked_images
-            of_reverse, self._reverse_values = self._of_direction(_with_swapped_roles(collected))
+            of_reverse, self._cached_values[REVERSE] = self._of_direction(_with_swapped_roles(collected))
             self.ranked_images, self.ranked_queries = longest, self.ranked_images
             results |= {f"{REVERSE}{name}": value for name, value in of_reverse.items()}
         return results
@@ -314,14 +314,13 @@ class RetrievalMetrics(EmbeddingMetric):
                 are NaN if the query has no relevant candidate. All processes must call this method, unless they have
                 already called `compute`, and all get the values of all queries. `dims` has no effect here.
         """
-        if check_bool(type(self).__name__, "reverse", reverse) and not self.reverse:
+        if check_bool("reverse", reverse, owner=type(self).__name__) and not self.reverse:
             rule = "needs metrics made with reverse=True"
             raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
-        if self._cached_values is None:
+        if not self._cached_values or self._updates_of_values != self.update_count:
             self.compute()
-        if reverse:
-            return dict(self._reverse_values)
-        return dict(self._cached_values or {})
+        values = self._cached_values[REVERSE if reverse else ""]
+        return {name: of_queries.clone() for name, of_queries in values.items()}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.
@@ -351,7 +350,7 @@ class RetrievalMetrics(EmbeddingMetric):
         return f"{settings}, relevance={self.relevance}"
 
     def _append(self, embeddings: Tensor, *arguments: Any) -> None:
-        check_matrix(CALLER, "embeddings", embeddings)
+        check_matrix("embeddings", embeddings)
         check_dims_fit(self.dims, embeddings)
         super()._append(embeddings, *arguments)
 
@@ -376,7 +375,7 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
-        lists = self.query_gallery(rows)
+        lists = self.ranking_input(rows)
         if not lists.is_empty:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)

@@ -32,10 +32,10 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Images
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.ranks import count_at_least, ieee_products
 from lightning_retrieval.ranking.relevance import Relevance
@@ -257,7 +257,7 @@ class RevisitedMetrics(EmbeddingMetric):
         with owned_by(type(self).__name__):
             if not isinstance(ks, Sequence) or len(ks) == 0:
                 raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
-            self.ks = tuple(check_integer(CALLER, "ks", k, least=1) for k in ks)
+            self.ks = tuple(check_integer("ks", k, least=1) for k in ks)
             self.easy, self.hard, self.junk = easy, hard, junk
             self._lists = QueryLists(easy, hard, junk)
             self._lists.check()
@@ -290,9 +290,9 @@ class RevisitedMetrics(EmbeddingMetric):
             )
         return {"mAP": results["mAP/medium"], **results}
 
-    def query_gallery(self, images: Images, *, unit: int | None = None) -> QueryGallery:
+    def ranking_input(self, images: Images, *, unit: int | None = None) -> RankingInput:
         """Queries and gallery, with the lists of the files instead of those of labels."""
-        ranked = super().query_gallery(images, unit=unit)
+        ranked = super().ranking_input(images, unit=unit)
         queries, gallery = (Rows(ids[:, None], ids) for ids in (ranked.query_ids, ranked.gallery_ids))
         rule = _ByFiles(self.easy, self.hard, self.junk)
         return replace(ranked, lists=Lists(queries, gallery, rule, self_index=ranked.self_index))
@@ -303,7 +303,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
         """For each setup, the values of each query."""
         rows, _ = self.gather()
-        ranked = self.query_gallery(rows, unit=_BLOCK_COLUMNS)
+        ranked = self.ranking_input(rows, unit=_BLOCK_COLUMNS)
         query_ids = ranked.query_ids.tolist()
         self._lists.check_queries(query_ids)
         device = float64_device(rows.ids.device)
@@ -329,7 +329,7 @@ class RevisitedMetrics(EmbeddingMetric):
         return values
 
     def _scores_and_counts(
-        self, ranked: QueryGallery, listed: ListedImages
+        self, ranked: RankingInput, listed: ListedImages
     ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
         """The score of each listed image and, for positives, the number of images that score at least as high."""
         queries, shard = ranked.queries.to(listed.kind.device), ranked.gallery_rows.shard

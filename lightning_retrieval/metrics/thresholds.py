@@ -57,8 +57,8 @@ class NearestScores:
 
     def __post_init__(self) -> None:
         for name in ("negatives", "positives"):
-            check_float(OWNER, name, getattr(self, name))
-            check_finite(OWNER, name, getattr(self, name))
+            check_float(name, getattr(self, name), owner=OWNER)
+            check_finite(name, getattr(self, name), owner=OWNER)
 
     def false_match_rates(self, thresholds: float | Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The fraction of `negatives` that reach each threshold; NaN if there are none.
@@ -96,7 +96,7 @@ class NearestScores:
             ValueError: if `false_match_rate` is out of range, or no query has a negative.
             TypeError: if `false_match_rate` is not a number.
         """
-        check_finite_number(OWNER, "false_match_rate", false_match_rate, least=0, most=1)
+        check_finite_number("false_match_rate", false_match_rate, least=0, most=1, owner=OWNER)
         count = len(self.negatives)
         if count == 0:
             rule = "must hold a score"
@@ -150,9 +150,9 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
     Cost:
         All scores are computed once, block by block; the queries are distributed over the processes.
     """
-    check_instance("nearest_scores", "metrics", metrics, EmbeddingMetric)
+    check_instance("metrics", metrics, EmbeddingMetric, owner="nearest_scores")
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows)
+    lists = metrics.ranking_input(rows)
     device = rows.ids.device
     highest = torch.zeros(2, len(lists.query_ids), dtype=torch.float64, device=float64_device(device))
     for _, block in lists.query_rows.blocks():
@@ -172,8 +172,8 @@ def _rates(
 ) -> Float[Tensor, "..."]:
     """The fraction of the scores that reach each threshold, or that do not reach it."""
     if not isinstance(thresholds, Tensor):
-        thresholds = torch.tensor(check_finite_number(OWNER, "thresholds", thresholds), dtype=torch.float64)
-    check_finite(OWNER, "thresholds", thresholds.reshape(-1))
+        thresholds = torch.tensor(check_finite_number("thresholds", thresholds, owner=OWNER), dtype=torch.float64)
+    check_finite("thresholds", thresholds.reshape(-1), owner=OWNER)
     below = torch.searchsorted(scores.double().cpu().sort().values, thresholds.double().cpu().contiguous()).double()
     if reach:
         below = len(scores) - below

@@ -11,7 +11,7 @@ from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
 from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
@@ -76,7 +76,7 @@ class AdaptedEmbedder(nn.Module):
         super().__init__()
         owner = type(self).__name__
         embedder = without_wrappers(embedder)
-        check_instance(owner, "embedder", embedder, nn.Module)
+        check_instance("embedder", embedder, nn.Module, owner=owner)
         keep_plain_names(self)
         self.from_dim = checked(self, from_dim=from_dim)
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
@@ -100,7 +100,7 @@ class AdaptedEmbedder(nn.Module):
 
     def train(self, mode: bool = True) -> "AdaptedEmbedder":
         """Set the training mode of the head; the frozen embedder stays in evaluation mode."""
-        super().train(check_bool(type(self).__name__, "mode", mode))
+        super().train(check_bool("mode", mode, owner=type(self).__name__))
         self.embedder.eval()
         return self
 
@@ -162,11 +162,11 @@ class FrozenEmbedder(nn.Module):
                 cure = "pass the object again: load_from_checkpoint(path, embedder=...)"
                 raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=cure)
             with owned_by("FrozenEmbedder"):
-                embedder, recorded = embedder_of_checkpoint(check_path(CALLER, "checkpoint", checkpoint))
+                embedder, recorded = embedder_of_checkpoint(check_path("checkpoint", checkpoint))
             if preparation is None:
                 preparation = recorded
         embedder = without_wrappers(embedder)
-        check_instance("FrozenEmbedder", "embedder", embedder, nn.Module)
+        check_instance("embedder", embedder, nn.Module, owner="FrozenEmbedder")
         keep_plain_names(self)
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
         if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
@@ -187,7 +187,7 @@ class FrozenEmbedder(nn.Module):
 
     def train(self, mode: bool = True) -> "FrozenEmbedder":
         """Set `training` of this module; the embedder stays in evaluation mode."""
-        super().train(check_bool(type(self).__name__, "mode", mode))
+        super().train(check_bool("mode", mode, owner=type(self).__name__))
         self.embedder.eval()
         return self
 

@@ -53,24 +53,24 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
         if lora.get("megatron_config") is not None:  # peft would import a module that another argument names
             rule = "must not have megatron_config"
             raise InvalidValue(rule, "Embedder", "lora", got=short_repr(lora), cure="leave it out")
-        check_integer("Embedder", "lora['r']", lora.get("r", 8), 1, MOST_RANK)
+        check_integer("lora['r']", lora.get("r", 8), 1, MOST_RANK, owner="Embedder")
         _check_numbers_of_patterns(lora)
         if is_rebuilding():
             _check_arguments_of_file(lora)
         return dict(lora)
-    rank = check_integer("Embedder", "lora", lora, 1, MOST_RANK)
+    rank = check_integer("lora", lora, 1, MOST_RANK, owner="Embedder")
     return {"r": rank, "lora_alpha": rank}
 
 
 def _check_numbers_of_patterns(lora: Mapping[str, Any]) -> None:
     """Raise unless the ranks and the alphas of single modules are numbers as those of all modules."""
     ranks, alphas = lora.get("rank_pattern") or {}, lora.get("alpha_pattern") or {}
-    check_mapping("Embedder", "lora['rank_pattern']", ranks)
-    check_mapping("Embedder", "lora['alpha_pattern']", alphas)
+    check_mapping("lora['rank_pattern']", ranks, owner="Embedder")
+    check_mapping("lora['alpha_pattern']", alphas, owner="Embedder")
     for name, rank in ranks.items():
-        check_integer("Embedder", f"lora['rank_pattern'][{short_repr(name)}]", rank, 1, MOST_RANK)
+        check_integer(f"lora['rank_pattern'][{short_repr(name)}]", rank, 1, MOST_RANK, owner="Embedder")
     for name, alpha in alphas.items():
-        check_finite_number("Embedder", f"lora['alpha_pattern'][{short_repr(name)}]", alpha)
+        check_finite_number(f"lora['alpha_pattern'][{short_repr(name)}]", alpha, owner="Embedder")
 
 
 def _check_arguments_of_file(lora: Mapping[str, Any]) -> None:

@@ -94,7 +94,7 @@ class BackboneRequest:
         """
         if self.pooling is None:
             return default
-        pooling: str = check_choice("Embedder", "pooling", self.pooling, allowed)
+        pooling: str = check_choice("pooling", self.pooling, allowed, owner="Embedder")
         return pooling
 
 

@@ -77,8 +77,8 @@ class GlyphNet(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch channel_out height_out width_out"]:
-        check_device("GlyphNet", "images", images, next(self.parameters()).device, "layers")
-        check_maps("GlyphNet", "images", images)
+        check_device("images", images, next(self.parameters()).device, "layers", owner="GlyphNet")
+        check_maps("images", images, owner="GlyphNet")
         features: Tensor = self.layers(images)
         return features
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, check_tensor, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -28,7 +29,7 @@ from lightning_retrieval.models.features import (
     check_images_fit,
     feature_shape,
 )
-from lightning_retrieval.models.pretrained import PretrainedModule, is_local_file, with_pretrained_weights
+from lightning_retrieval.models.pretrained import PretrainedModule, with_pretrained_weights
 from lightning_retrieval.preparation.of_model import merged_preparation, wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
@@ -248,7 +249,7 @@ class Embedder(PretrainedModule):
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode, except that a frozen batch norm stays in eval mode."""
-        super().train(check_bool("Embedder", "mode", mode))
+        super().train(check_bool("mode", mode, owner="Embedder"))
         self._freeze()
         return self
 
@@ -326,8 +327,8 @@ class Embedder(PretrainedModule):
         """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
         weight = next(self.parameters(), images)
         if not weight.is_meta:  # with meta tensors, only the shapes of the embeddings matter
-            check_tensor("Embedder", "images", images)
-        check_normalized("Embedder", images)
+            check_tensor("images", images, owner="Embedder")
+        check_normalized(images, owner="Embedder")
         if images.ndim < 2:
             raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
@@ -341,7 +342,7 @@ class Embedder(PretrainedModule):
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         if backbone_args is None:
             backbone_args = {}
-        check_mapping("Embedder", "backbone_args", backbone_args)
+        check_mapping("backbone_args", backbone_args, owner="Embedder")
         if not isinstance(backbone, (str, nn.Module)):
             raise InvalidType(
                 "must be the name of a model or a torch.nn.Module",

@@ -47,19 +47,19 @@ def gem(
         >>> [round(gem(features, p).item(), 4) for p in (1.0, 2.0, 1000.0)]  # average, root of the mean square, maximum
         [3.5, 3.5355, 3.9972]
     """
-    check_maps("gem", "features", features)
-    check_positive("gem", "eps", eps)
+    check_maps("features", features, owner="gem")
+    check_positive("eps", eps, owner="gem")
     if isinstance(p, Tensor):
         _check_exponent(p, features)
     else:
-        check_positive("gem", "p", p, least=LEAST_P, most=MOST_P)
+        check_positive("p", p, least=LEAST_P, most=MOST_P, owner="gem")
     return _gem(features, p, eps)
 
 
 def _check_exponent(p: Tensor, features: Tensor) -> None:
     """Raise unless a tensor has the form of an exponent. The value is not checked, to avoid a wait for the GPU."""
-    check_device("gem", "p", p, features.device, "features")
-    check_float("gem", "p", p, may_be_meta=True)
+    check_device("p", p, features.device, "features", owner="gem")
+    check_float("p", p, may_be_meta=True, owner="gem")
     if p.layout is not torch.strided or p.numel() != 1:
         rule = "must be a number or a dense tensor with one element"
         raise InvalidValue(rule, "gem", "p", got=f"shape {tuple(p.shape)}")
@@ -124,8 +124,8 @@ class GeM(nn.Module):
             self.register_buffer("p", initial_p)
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
-        check_device("GeM", "features", features, self.p.device, "p")
-        check_maps("GeM", "features", features)
+        check_device("features", features, self.p.device, "p", owner="GeM")
+        check_maps("features", features, owner="GeM")
         return _gem(features, self.p, self.eps)
 
     def extra_repr(self) -> str:
@@ -149,7 +149,7 @@ class GlobalAvgPool(nn.Module):
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
-        check_maps("GlobalAvgPool", "features", features)
+        check_maps("features", features, owner="GlobalAvgPool")
         return features.mean((-2, -1))
 
 
@@ -167,7 +167,7 @@ class GlobalMaxPool(nn.Module):
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
-        check_maps("GlobalMaxPool", "features", features)
+        check_maps("features", features, owner="GlobalMaxPool")
         return features.amax((-2, -1))
 
 

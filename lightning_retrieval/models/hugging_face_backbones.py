@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.files import leaves_root
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
@@ -255,7 +256,7 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 
 
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
-    has_file = pretrained.is_local_file(request.weights)
+    has_file = is_local_file(request.weights)
     kind = _class_of_model(transformers, config)
     if request.weights is None or has_file or pretrained.are_skipped():
         if kind is transformers.AutoModel:
@@ -347,7 +348,7 @@ def hub_of(request: BackboneRequest) -> AbstractContextManager[None]:
     """Context in which a backbone is read. A folder, or a file that is loaded, lets nothing be downloaded."""
     if pretrained.is_rebuilding() or pretrained.are_skipped() or Path(request.name).is_dir():
         return pretrained.hub_access(allowed=False)
-    has_own_weights = request.weights is None or pretrained.is_local_file(request.weights)
+    has_own_weights = request.weights is None or is_local_file(request.weights)
     if "model_type" in request.arguments and has_own_weights:
         return nullcontext()
     return pretrained.hub_access(allowed=True)
@@ -360,7 +361,7 @@ def source_of(request: BackboneRequest) -> dict[str, Any]:
     """
     source: dict[str, Any] = {}
     weights = request.weights
-    if weights is not None and weights != pretrained.DEFAULT_WEIGHTS and not pretrained.is_local_file(weights):
+    if weights is not None and weights != pretrained.DEFAULT_WEIGHTS and not is_local_file(weights):
         source["revision"] = weights
     if pretrained.are_skipped() or pretrained.is_rebuilding():
         source["local_files_only"] = True

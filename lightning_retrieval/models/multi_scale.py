@@ -16,7 +16,7 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.ranking.rows import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
@@ -74,18 +74,18 @@ def multi_scale(
     """
     with owned_by("multi_scale"):
         scales = check_scales("scales", scales)
-    check_positive("multi_scale", "p", p, least=0.1, most=10)
-    check_not_negative("multi_scale", "eps", eps, most=1)
-    check_callable("multi_scale", "embed", embed)
-    check_tensor("multi_scale", "images", images)
+    check_positive("p", p, least=0.1, most=10, owner="multi_scale")
+    check_not_negative("eps", eps, most=1, owner="multi_scale")
+    check_callable("embed", embed, owner="multi_scale")
+    check_tensor("images", images, owner="multi_scale")
     if images.ndim != 4:
         rule = "must have shape (batch, channels, height, width)"
         raise InvalidValue(rule, "multi_scale", "images", got=tuple(images.shape))
-    check_normalized("multi_scale", images)
+    check_normalized(images, owner="multi_scale")
     unit_rows = []  # (batch, dim) each
     for scale in scales:
         embeddings = embed(_resized(images, scale))
-        check_matrix("multi_scale", "embed's result", embeddings)
+        check_matrix("embed's result", embeddings, owner="multi_scale")
         unit_rows.append(normalize(embeddings))
     if len(scales) == 1:
         return unit_rows[0]
@@ -97,7 +97,7 @@ def check_scales(name: str, scales: Sequence[float]) -> tuple[float, ...]:
     """Return the scales as a tuple; raise unless there is at least one and all are numbers from 0.001 to 100."""
     if not isinstance(scales, (list, tuple)) or len(scales) == 0:
         raise InvalidValue("must hold at least one scale, such as (1.0,)", argument=name, got=short_repr(scales))
-    return tuple(check_positive(CALLER, name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
+    return tuple(check_positive(name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
 
 
 def _resized(images: Float[Tensor, "batch channel height width"], scale: float) -> Float[Tensor, "batch channel _ _"]:

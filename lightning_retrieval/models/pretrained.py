@@ -16,7 +16,6 @@ need a network connection.
 import copy
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
+from lightning_retrieval.first_checks import check_weights_exist
 from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, owned_by
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
@@ -39,7 +39,6 @@ from lightning_retrieval.plain_data import check_plain_data
 Self = TypeVar("Self", bound="PretrainedModule")
 
 DEFAULT_WEIGHTS = "DEFAULT"
-FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 # Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
 RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -140,13 +139,6 @@ def is_rebuilding() -> bool:
     return _rebuilding.get()
 
 
-def is_local_file(weights: str | None) -> bool:
-    """Whether `weights` is the path of an existing file, or a path with the suffix of a file of weights."""
-    if not isinstance(weights, str):
-        return False
-    return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
-
-
 def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...] = (), prefix: str = "") -> None:
     """Load a local file of weights into a backbone.
 
@@ -233,6 +225,20 @@ def other_weights(path: str, network: str, error: Exception) -> ValueError:
     )
 
 
+def _check_kinds(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise if tensors of a file are complex or quantised, which the parameters of a network are not."""
+    complex_names = [name for name, value in tensors.items() if value.is_complex()]
+    if complex_names:
+        rule = "must be a file whose tensors are of real numbers"
+        got = f"{path} with {tensors[complex_names[0]].dtype} ({first_of(complex_names, SHOWN_NAMES)})"
+        raise InvalidValue(rule, argument="weights", got=got)
+    quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
+    if quantized:
+        rule = "must be a file whose tensors are not quantised"
+        got = f"{path} with {tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)})"
+        raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
+
+
 def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
     """The tensors of a file by name; nothing is unpickled that could run code.
 
@@ -240,9 +246,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         path: path of the file.
         keys: entries of the file that may hold the tensors; the first existing entry is used.
     """
-    file = check_path("Embedder", "weights", path)
-    if not file.is_file():
-        raise MissingFile("must be a file of weights", argument="weights", got=f"{path}, which does not exist")
+    file = check_path("weights", path, owner="Embedder")
+    check_weights_exist(file)
     try:
         if file.suffix == ".safetensors":
             content = load_safetensors().load_file(file)
@@ -268,11 +273,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         rule = "must be a file of tensors by name"
         got = f"{path}, which has none, but the entries {found}"
         raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
-    quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
-    if quantized:
-        rule = "must be a file whose tensors are not quantised"
-        got = f"{path} with {tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)})"
-        raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
+    _check_kinds(path, tensors)
     return tensors
 
 
@@ -382,7 +383,7 @@ class PretrainedModule(nn.Module):
             got = f"a module ({type(self.backbone).__name__})"
             raise InvalidValue(rule, "Embedder", "backbone", got=got, cure="save its state_dict instead")
         safetensors = load_safetensors()
-        path = check_path("Embedder", "folder", folder)
+        path = check_path("folder", folder, owner="Embedder")
         if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
             rule = "must be a folder"
             raise InvalidValue(rule, "Embedder", "folder", got=f"{path}, which is a file or is inside one")
@@ -416,7 +417,7 @@ class PretrainedModule(nn.Module):
         arguments = read_config(config)
         check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
-            raise InvalidValue(f"{config} must not have `lora`", "Embedder", got=short_repr(arguments["lora"]))
+            raise InvalidValue(f"{config} must not have `lora`", got=short_repr(arguments["lora"]))
         safetensors = load_safetensors()
         tensors: Any = None
         damage: Exception | None = None
@@ -429,7 +430,7 @@ class PretrainedModule(nn.Module):
                 embedder = cls(**arguments)
         except TypeError as error:
             rule = f"{config} must hold arguments that this release of lightning-retrieval knows"
-            raise InvalidValue(rule, "Embedder", got=f"others ({first_line(error)})") from None
+            raise InvalidValue(rule, got=f"others ({first_line(error)})") from None
         _check_same_model(config, weights, arguments)
         if damage is not None:
             raise _other_tensors(weights, damage)
@@ -454,10 +455,10 @@ class PretrainedModule(nn.Module):
             ConnectionError: if the hub cannot be reached, or does not accept the files.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
-        check_bool("Embedder", "private", private)
+        check_bool("private", private, owner="Embedder")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            check_string("Embedder", "repo_id", repo_id)
+            check_string("repo_id", repo_id, owner="Embedder")
             hub = load_hub()
             try:
                 hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -529,7 +530,7 @@ def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
     Raises:
         FileNotFoundError: if the folder lacks a file, or the hub cannot be reached or has no such model.
     """
-    folder = Path(check_path("Embedder", "name", name))
+    folder = Path(check_path("name", name, owner="Embedder"))
     if folder.is_dir():
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():

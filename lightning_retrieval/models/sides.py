@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_retrieval.checks import check_choice, check_positive
-from lightning_retrieval.invalid import CALLER, owned_by
+from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.plain_data.rebuild import rebuild
 from lightning_retrieval.preparation.of_model import ModuleSide
 
@@ -41,7 +41,9 @@ class TwoSides:
     frozen_side: Side | None = None
 
     def __init__(self, *, directions: Directions = "queries") -> None:
-        self.directions: Directions = check_choice(type(self).__name__, "directions", directions, get_args(Directions))
+        self.directions: Directions = check_choice(
+            "directions", directions, get_args(Directions), owner=type(self).__name__
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -90,9 +92,9 @@ class TwoNetworks(TwoSides):
         super().__init__(directions=directions)
         with owned_by(type(self).__name__):
             self.query_embedder = rebuild("query_embedder", query_embedder, nn.Module)
-            self.query_lr_factor = check_positive(CALLER, "query_lr_factor", query_lr_factor)
+            self.query_lr_factor = check_positive("query_lr_factor", query_lr_factor)
             if frozen_side is not None:
-                self.frozen_side = check_choice(CALLER, "frozen_side", frozen_side, SIDES)
+                self.frozen_side = check_choice("frozen_side", frozen_side, SIDES)
 
 
 def is_two_sided(batch: Any) -> bool:

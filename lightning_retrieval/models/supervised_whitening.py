@@ -156,10 +156,10 @@ class SupervisedWhitening(WhiteningOfSums):
         return whitening_of_pairs(rows, m, S, self.dim or len(m))
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_matrix("SupervisedWhitening", "embeddings", embeddings, finite=True)
+        check_matrix("embeddings", embeddings, finite=True, owner="SupervisedWhitening")
         rows, device = len(embeddings), embeddings.device
         labels = _required(labels)
-        check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
+        check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="SupervisedWhitening")
         if labels.ndim == 2:
             check_nesting(labels)
         from_dim = embeddings.shape[1]
@@ -172,7 +172,7 @@ def _required(labels: Any) -> Any:
     """The labels, of a signed type."""
     if labels is None:
         raise InvalidValue("must be given, because they define the pairs", "SupervisedWhitening", "labels", got="None")
-    return as_int64("SupervisedWhitening", "labels", labels)
+    return as_int64("labels", labels, owner="SupervisedWhitening")
 
 
 def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:

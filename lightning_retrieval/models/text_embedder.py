@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
 from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_loaded_weights
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
-from lightning_retrieval.models.pretrained import are_skipped, is_local_file, is_rebuilding
+from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
 from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
@@ -25,7 +26,8 @@ from lightning_retrieval.ranking.rows import normalize as l2_normalize
 NGRAM_NET = "ngram_net"
 HUGGING_FACE = "hf/"
 NGRAM_SETTINGS = ("buckets", "min_n", "max_n")  # arguments of "ngram_net" that are those of the tokenizer
-# Text models that were trained without a mask, on texts padded to the full length: they pool the last token.
+# Text models that were trained without a mask, on texts in lower case that are padded to the full length. They pool the
+# last token.
 PADDED_MODELS = ("siglip_text_model", "siglip2_text_model")
 DEFAULT_LENGTH = 512  # maximum number of tokens of a model that does not name one
 
@@ -169,7 +171,7 @@ class TextEmbedder(nn.Module):
         self.backbone_name = checked(self, backbone=backbone)
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
-            check_mapping("TextEmbedder", "backbone_args", backbone_args)
+            check_mapping("backbone_args", backbone_args, owner="TextEmbedder")
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
@@ -272,7 +274,7 @@ class TextEmbedder(nn.Module):
         is_empty = isinstance(state, Tensor) and state.numel() == 0
         if not is_empty:
             rule = f"the weights must hold no tokenizer for {self.backbone_name}"
-            raise InvalidValue(rule, "TextEmbedder", got=short_repr(state))
+            raise InvalidValue(rule, got=short_repr(state))
 
     def extra_repr(self) -> str:
         return (
@@ -329,10 +331,13 @@ class TextEmbedder(nn.Module):
         self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
+        lower_case = self.backbone.pads_to is not None
         with hub_of(request):
-            self._tokenizer = read_hugging_face_tokenizer(name, source_of(request), self.backbone.max_length)
+            self._tokenizer = read_hugging_face_tokenizer(
+                name, source_of(request), self.backbone.max_length, lower_case=lower_case
+            )
         self._check_tokenizer(self._tokenizer)
         most = self._tokenizer.max_length
         if self.max_length is not None:
-            check_integer("TextEmbedder", "max_length", self.max_length, 1, most)
+            check_integer("max_length", self.max_length, 1, most, owner="TextEmbedder")
             self._tokenizer = JSONTokenizer(self._tokenizer.text, max_length=self.max_length)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_retrieval.checks import check_choice, short_repr
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
@@ -159,19 +160,19 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
     """The model with its weights."""
     weights = request.weights
     is_packaged = isinstance(weights, str) and weights in PACKAGED_WEIGHTS
-    needs_no_hub = is_packaged or pretrained.is_local_file(weights)
+    needs_no_hub = is_packaged or is_local_file(weights)
     if weights is None or (needs_no_hub and pretrained.are_skipped()):
         return _flexible_model(timm, request, request.name, {})
     if is_packaged:
         path, tensors = packaged_tensors(timm, request.name, weights)
         return _loaded_model(timm, request, path, tensors)
-    if pretrained.is_local_file(weights):
+    if is_local_file(weights):
         return _with_local_file(timm, request, weights)
     name = request.name
     if weights != pretrained.DEFAULT_WEIGHTS:
         plain_name = name.split(".")[0]
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
-        check_choice("Embedder", "weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags))
+        check_choice("weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags), owner="Embedder")
         name = f"{plain_name}.{weights}"
     is_loaded = not pretrained.are_skipped()
     if is_loaded:

@@ -33,6 +33,8 @@ MOST_BUCKETS = 1 << 22
 MOST_CHARACTERS = 64  # largest length of an n-gram
 MOST_TOKENS = 1 << 16
 LARGEST_STATE = 1 << 26  # bytes of a serialised tokenizer
+# Classes of transformers that take all of a tokenizer from its file.
+GENERAL_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -112,7 +114,7 @@ class NgramTokenizer(Tokenizer):
         super().__init__(max_length)
         self.buckets = checked(self, buckets=buckets)
         self.max_n = checked(self, max_n=max_n)
-        self.min_n = check_integer(type(self).__name__, "min_n", min_n, 1, max_n)
+        self.min_n = check_integer("min_n", min_n, 1, max_n, owner=type(self).__name__)
 
     def tokens(self, text: str) -> list[int]:
         return [zlib.crc32(ngram.encode("utf-8", "surrogatepass")) % self.buckets for ngram in self._ngrams(text)]
@@ -153,7 +155,8 @@ class JSONTokenizer(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_padding()
-            self._tokenizer.enable_truncation(max_length)
+            cut = self._tokenizer.truncation or {}
+            self._tokenizer.enable_truncation(max_length, direction=cut.get("direction", "right"))
         except Exception as error:  # tokenizers raises errors without a type of their own
             rule = f"must be the content of a {TOKENIZER_FILE}"
             raise InvalidValue(rule, "JSONTokenizer", "text", got=f"{short_repr(text)} ({first_line(error)})") from None
@@ -277,13 +280,48 @@ def _longest_replacement(charsmap: Any) -> float:
     return longest
 
 
-def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length: int) -> JSONTokenizer:
+def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -> str:
+    """The content of a `tokenizer.json` with settings that transformers takes from other sources.
+
+    Args:
+        text: the content.
+        settings: those of `tokenizer_config.json`. `truncation_side` decides which end of longer texts is cut, and
+            `do_lower_case` whether a tokenizer of BERT changes the case.
+        lower_case: whether the model was trained on texts in lower case, to which all texts are then changed.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # which is no tokenizer
+    if not isinstance(content, dict):
+        return text
+    changed = dict(content)
+    normalizer = content.get("normalizer")
+    says_case = "do_lower_case" in settings and settings.get("tokenizer_class") not in GENERAL_CLASSES
+    if says_case and isinstance(normalizer, dict) and normalizer.get("type") == "BertNormalizer":
+        changed["normalizer"] = {**normalizer, "lowercase": settings["do_lower_case"] is True}
+    if lower_case and "Lowercase" not in json.dumps(normalizer):
+        steps = [{"type": "Lowercase"}, *filter(None, [normalizer])]
+        changed["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    side = settings.get("truncation_side")
+    if side in ("left", "right"):
+        cut = {"max_length": MOST_TOKENS, "strategy": "LongestFirst", "stride": 0}
+        changed["truncation"] = {**(content.get("truncation") or cut), "direction": str(side).capitalize()}
+    if changed == content:
+        return text
+    return json.dumps(changed, ensure_ascii=False)
+
+
+def read_hugging_face_tokenizer(
+    name: str, source: Mapping[str, Any], max_length: int, *, lower_case: bool = False
+) -> JSONTokenizer:
     """Read the tokenizer of a model of Hugging Face.
 
     Args:
         name: a hub id or a local folder.
         source: arguments of transformers that choose the revision, and whether to look only on disk.
         max_length: maximum number of tokens that the model takes. The tokenizer may have a lower one.
+        lower_case: as for `with_settings`.
 
     Raises:
         ValueError: if there is no `tokenizer.json`, or the file is not one of a tokenizer.
@@ -303,7 +341,9 @@ def read_hugging_face_tokenizer(name: str, source: Mapping[str, Any], max_length
         config = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # without the file, the limit is that of the model
         config = {}
-    of_tokenizer = config.get("model_max_length") if isinstance(config, dict) else None
+    settings = config if isinstance(config, dict) else {}
+    text = with_settings(text, settings, lower_case=lower_case)
+    of_tokenizer = settings.get("model_max_length")
     if isinstance(of_tokenizer, int) and of_tokenizer > 0:
         max_length = min(max_length, of_tokenizer)
     return JSONTokenizer(text, max_length=max_length)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_choice, first_line
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
@@ -18,7 +19,7 @@ from lightning_retrieval.models.backbone_request import (
     unknown_name,
 )
 from lightning_retrieval.models.features import height_and_width
-from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, is_local_file, load_local_file
+from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, load_local_file
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
@@ -43,7 +44,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     weights = None
     if request.weights is not None and not has_file:
         kinds = models.get_model_weights(request.name)
-        weights = kinds[check_choice("Embedder", "weights", request.weights, tuple(kinds.__members__))]
+        weights = kinds[check_choice("weights", request.weights, tuple(kinds.__members__), owner="Embedder")]
     backbone = _without_classifier(_get_model(request, weights))
     if has_file and not are_skipped():
         load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)

@@ -29,7 +29,7 @@ from lightning_retrieval.distributed import (
     together,
     world_size,
 )
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
 _FIT_ROWS = 8192  # number of rows that are converted to float64 at a time
@@ -227,7 +227,7 @@ class Whitening(nn.Module):
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
             labels: labels of these images, for whitenings that need labels.
         """
-        check_on_all_processes(partial(check_matrix, CALLER, "embeddings", embeddings), embeddings, labels)
+        check_on_all_processes(partial(check_matrix, "embeddings", embeddings), embeddings, labels)
         if labels is not None:
             labels = gather_rows(labels)
         return self.fit(gather_rows(embeddings), labels)
@@ -240,7 +240,7 @@ class Whitening(nn.Module):
                 raise an error with its id.
         """
         owner = type(self).__name__
-        check_matrix(owner, "embeddings", embeddings)
+        check_matrix("embeddings", embeddings, owner=owner)
         if self.learned is None:
             cure = "call fit with embeddings of other images, or load a checkpoint of a fitted whitening"
             raise InvalidValue("nothing has been learned yet", owner, cure=cure)
@@ -278,7 +278,7 @@ class Whitening(nn.Module):
             self.learned = None
             return
         for part in PrincipalComponents._fields:
-            check_finite(type(self).__name__, f"state['{part}']", state[part])
+            check_finite(f"state['{part}']", state[part], owner=type(self).__name__)
         found = len(state["components"])
         if self.dim is not None and found < self.dim:
             rule = f"must be at most the number of directions in the checkpoint, {found}"
@@ -409,10 +409,10 @@ class PCAWhitening(WhiteningOfSums):
         super().__init__(dim, power)
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_matrix("PCAWhitening", "embeddings", embeddings, finite=True)
+        check_matrix("embeddings", embeddings, finite=True, owner="PCAWhitening")
         if labels is not None:
             rows, device = len(embeddings), embeddings.device
-            check_integers("PCAWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
+            check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="PCAWhitening")
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         from_dim = rows.local.shape[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.checks import check_callable
-from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
@@ -104,7 +104,7 @@ class RunPreparation:
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
         for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
-            check_callable(CALLER, name, given, may_be_none=True)
+            check_callable(name, given, may_be_none=True)
         if "background" in settings:
             check_colour("background", settings["background"])
         self._serialised: dict[str, Any] | None = None
@@ -196,7 +196,7 @@ class RunPreparation:
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)
         image_size = settings.pop("image_size", None)
-        with reported_as(CALLER):
+        with reported_as():
             if image_size is not None:
                 preparation = preparation.with_size(image_size)
             return dataclasses.replace(preparation, **settings)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.prepare import FIT, Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
@@ -42,7 +42,7 @@ def check_colour(name: str, value: Any) -> tuple[int, int, int]:
         raise InvalidType(rule, argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
     if len(value) != 3:
         raise InvalidValue(rule, argument=name, got=short_repr(value))
-    red, green, blue = (check_integer(CALLER, name, part, 0, 255) for part in value)
+    red, green, blue = (check_integer(name, part, 0, 255) for part in value)
     return red, green, blue
 
 
@@ -112,7 +112,7 @@ def check_pixels(name: str, pixels: Any) -> None:
         name: name of the argument.
         pixels: a tensor.
     """
-    check_tensor(CALLER, name, pixels)
+    check_tensor(name, pixels)
     if pixels.dtype != torch.uint8:
         raise InvalidType("must be a PIL image or a tensor of uint8", argument=name, got=pixels.dtype)
     if pixels.ndim != 3 or len(pixels) != 3:
@@ -129,12 +129,12 @@ def check_size(name: str, value: Any) -> int | Size | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
-        return check_integer(CALLER, name, value, 1, MOST_PIXELS)
+        return check_integer(name, value, 1, MOST_PIXELS)
     if len(value) != 2:
         raise InvalidValue(
             "must be one number of pixels or a pair (height, width)", argument=name, got=short_repr(value)
         )
-    height, width = (check_integer(CALLER, name, side, 1, MOST_PIXELS) for side in value)
+    height, width = (check_integer(name, side, 1, MOST_PIXELS) for side in value)
     return height, width
 
 

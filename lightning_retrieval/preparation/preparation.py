@@ -135,15 +135,15 @@ class Preparation:
     def __post_init__(self) -> None:
         self._set("image_size", check_size("image_size", self.image_size))
         self._set("resize", check_resize("resize", self.resize))
-        check_choice("Preparation", "interpolation", self.interpolation, INTERPOLATIONS)
-        self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
+        check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        self._set("channels", check_choice("channels", self.channels, (1, 3)))
         check_mean = partial(check_finite_number, least=0, most=1)
         self._set("mean", _check_channels("mean", self.mean, self.channels, check_mean))
         self._set("std", _check_channels("std", self.std, self.channels, check_positive))
         check_colour("background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))
-        check_bool("Preparation", "reduced_scale", self.reduced_scale)
+        check_bool("reduced_scale", self.reduced_scale)
         self._check_crop()
         self._check_fit()
 
@@ -157,7 +157,7 @@ class Preparation:
         Raises:
             ValueError: if the name is unknown.
         """
-        name = check_choice("Preparation", "name", name, Preparation.NAMES)
+        name = check_choice("name", name, Preparation.NAMES, owner="Preparation")
         return Preparation(**_SETTINGS[name])
 
     def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
@@ -204,7 +204,7 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_tensor("Preparation", "images", images)
+        check_tensor("images", images, owner="Preparation")
         if images.dtype != torch.uint8:
             raise InvalidType("must be uint8", "Preparation", "images", got=images.dtype)
         mean, std = self._channel_values(images)
@@ -216,7 +216,7 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_float("Preparation", "images", images)
+        check_float("images", images, owner="Preparation")
         mean, std = self._channel_values(images)
         values = images.float() * std + mean
         return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
@@ -377,8 +377,8 @@ def _check_channels(name: str, values: Any, channels: int, check: Callable[..., 
     """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
     if not isinstance(values, (list, tuple)):
         rule = "must hold one number for each channel"
-        raise InvalidType(rule, "Preparation", name, got=f"{short_repr(values)} ({type(values).__name__})")
+        raise InvalidType(rule, argument=name, got=f"{short_repr(values)} ({type(values).__name__})")
     if len(values) != channels:
         rule = f"must hold one number for each channel, {channels}"
-        raise InvalidValue(rule, "Preparation", name, got=short_repr(values))
-    return tuple(float(check("Preparation", name, value)) for value in values)
+        raise InvalidValue(rule, argument=name, got=short_repr(values))
+    return tuple(float(check(name, value)) for value in values)

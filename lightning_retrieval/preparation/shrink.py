@@ -19,7 +19,8 @@ from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.files import is_system_error, new_file, writing
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
+from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
@@ -30,7 +31,7 @@ QUALITY = 95  # of JPEG and WebP files
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "TGA", "JPEG2000", "AVIF")  # in which copies are written
 OTHER_FORMATS = {"MPO": "JPEG"}  # format of the copy of an image of several pictures
 PALETTES = {"P": "RGB", "PA": "RGBA", "1": "L"}  # the modes in which pixels can be averaged
-OUTCOMES = ("resized", "copied", "kept")
+OUTCOMES = ("resized", "first_frame", "copied", "kept")
 WAITING = 64  # images that the threads are given at a time
 
 
@@ -39,8 +40,9 @@ class ShrunkFolder:
     """What `shrink_images` did.
 
     Args:
-        counts: number of images by what was done: `"resized"` to fewer pixels; `"copied"`, because they are small or
-            cannot be written in their format; and `"kept"`, which an earlier call had written.
+        counts: number of images by what was done: `"resized"` to fewer pixels; `"first_frame"`, those of several frames
+            or pages of which only the first was kept, with fewer pixels; `"copied"`, because they are small or cannot
+            be written in their format; and `"kept"`, which an earlier call had written.
         unreadable: the path of each image that could not be read, and the reason.
     """
 
@@ -65,11 +67,10 @@ def shrink_images(images: Path, output: Path, size: int, *, workers: int | None 
             folders is in the other.
         OSError: if a copy cannot be written.
     """
-    check_integer(CALLER, "size", size, 1, MOST_PIXELS)
+    check_integer("size", size, 1, MOST_PIXELS)
     if workers is not None:
-        check_integer(CALLER, "workers", workers, 1)
-    if not images.is_dir():
-        raise MissingFile("must be a folder of images", argument="images", got=f"{images}, which is not a folder")
+        check_integer("workers", workers, 1)
+    check_images_exist(images)
     _check_apart(images, output)
     paths = image_files(images).paths
     if not paths:
@@ -132,12 +133,14 @@ def _begin(output: Path, size: int) -> None:
 
 
 def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
-    """Write the copy of one image; return `resized`, `copied`, `kept`, or the reason why it cannot be read."""
+    """Write the copy of one image; return one of `OUTCOMES`, or the reason why it cannot be read."""
     target = output / path
     if os.path.lexists(target):
         return "kept"
     try:
         with open_image(images / path) as image:
+            # The further pictures of other formats, such as MPO, are previews of the first.
+            has_frames = image.format in FORMATS and getattr(image, "is_animated", False)
             content = _encoded(image, size)
     except Exception as error:  # the decoders do not document the types of their errors
         if is_system_error(error) and not isinstance(error, (FileNotFoundError, PermissionError)):
@@ -150,6 +153,8 @@ def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
                 shutil.copyfileobj(stream, file)
             return "copied"
         file.write(content)
+    if has_frames:
+        return "first_frame"
     return "resized"
 
 

@@ -216,10 +216,10 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
         `Preparation` is the transform in evaluation. Random numbers are drawn from torch's generator, which `ImageSet`
         seeds for each training image.
     """
-    check_choice("training_transform", "name", name, PAPER_NAMES)
+    check_choice("name", name, PAPER_NAMES, owner="training_transform")
     if preparation is None:
         preparation = Preparation.named(name)
-    check_instance("training_transform", "preparation", preparation, Preparation)
+    check_instance("preparation", preparation, Preparation, owner="training_transform")
     steps = _first_steps(name, preparation) + _random_steps(name, preparation)
     if preparation.channels == 1:
         steps.insert(0, v2.Grayscale())

@@ -256,8 +256,8 @@ class QueryExpansion:
     k: int = 10
 
     def __post_init__(self) -> None:
-        check_not_negative("QueryExpansion", "alpha", self.alpha, most=_LARGEST_ALPHA)
-        check_integer("QueryExpansion", "k", self.k, least=1)
+        check_not_negative("alpha", self.alpha, most=_LARGEST_ALPHA, owner="QueryExpansion")
+        check_integer("k", self.k, least=1, owner="QueryExpansion")
 
     def __call__(
         self,
@@ -325,8 +325,8 @@ class DatabaseAugmentation:
     k: int = 10
 
     def __post_init__(self) -> None:
-        check_not_negative("DatabaseAugmentation", "alpha", self.alpha, most=_LARGEST_ALPHA)
-        check_integer("DatabaseAugmentation", "k", self.k, least=1)
+        check_not_negative("alpha", self.alpha, most=_LARGEST_ALPHA, owner="DatabaseAugmentation")
+        check_integer("k", self.k, least=1, owner="DatabaseAugmentation")
 
     def __call__(self, gallery: Float[Tensor, "gallery dim"]) -> Float[Tensor, "gallery dim"]:
         """The augmented gallery as unit rows. Each row is computed from the original gallery.
@@ -334,19 +334,19 @@ class DatabaseAugmentation:
         Args:
             gallery: one row per image, normalised here.
         """
-        check_matrix("DatabaseAugmentation", "gallery", gallery, finite=True)
+        check_matrix("gallery", gallery, finite=True, owner="DatabaseAugmentation")
         rows = unsharded(normalize(gallery), _BLOCK_ROWS)
         return augmented_gallery(rows, alpha=self.alpha, k=self.k, device=gallery.device).local
 
 
 def _check_input(queries: Tensor, gallery: Tensor, self_index: Tensor) -> None:
-    check_matrix("QueryExpansion", "queries", queries, finite=True)
-    check_device("QueryExpansion", "gallery", gallery, queries.device, "queries")
-    check_matrix("QueryExpansion", "gallery", gallery, finite=True)
+    check_matrix("queries", queries, finite=True, owner="QueryExpansion")
+    check_device("gallery", gallery, queries.device, "queries", owner="QueryExpansion")
+    check_matrix("gallery", gallery, finite=True, owner="QueryExpansion")
     if queries.shape[1] != gallery.shape[1] or queries.dtype != gallery.dtype:
         got = f"{tuple(gallery.shape)} of {gallery.dtype} for {tuple(queries.shape)} of {queries.dtype}"
         raise InvalidValue("must have the dimension and dtype of `queries`", "QueryExpansion", "gallery", got=got)
-    check_integers("QueryExpansion", "self_index", self_index, len(queries), "queries", device=queries.device)
+    check_integers("self_index", self_index, len(queries), "queries", device=queries.device, owner="QueryExpansion")
     if bool(((self_index < -1) | (self_index >= len(gallery))).any()):
         rule = f"must hold indices of gallery rows, 0 to {len(gallery) - 1}, or -1"
         got = f"{int(self_index.min())} to {int(self_index.max())}"

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import CURE_OF_ONE_HOT, check_counts, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 
 
 class Role(IntFlag):
@@ -55,7 +55,7 @@ def check_dims(dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int,
         dims: numbers of dimensions to which embeddings are shortened.
         may_be_empty: whether `dims` may be empty.
     """
-    checked = check_counts(CALLER, "dims", dims, may_be_empty=may_be_empty)
+    checked = check_counts("dims", dims, may_be_empty=may_be_empty)
     if list(checked) != sorted(set(checked)):
         raise InvalidValue("must be different numbers in ascending order", argument="dims", got=short_repr(dims))
     return checked

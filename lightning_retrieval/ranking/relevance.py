@@ -85,20 +85,20 @@ class Relevance(ABC):
             TypeError: if labels or an entry are not integers, or the batch is not a dict.
         """
         rows = 0
-        labels = as_int64(self.name, "labels", labels)
+        labels = as_int64("labels", labels, owner=self.name)
         if isinstance(labels, Tensor):
-            check_tensor(self.name, "labels", labels)
+            check_tensor("labels", labels, owner=self.name)
             rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
-        check_integers(self.name, "labels", labels, rows, "labels", levels=True)
+        check_integers("labels", labels, rows, "labels", levels=True, owner=self.name)
         parts = []
         if self.has_classes:
             if labels.ndim == 2:
                 check_nesting(to_host(labels))
             parts.append(finest(labels)[:, None].long())
         for name in self.reads:
-            values = as_int64(self.name, name, self._entry(batch, name))
+            values = as_int64(name, self._entry(batch, name), owner=self.name)
             levels = not self.reads_single
-            check_integers(self.name, name, values, rows, "labels", device=labels.device, levels=levels)
+            check_integers(name, values, rows, "labels", device=labels.device, levels=levels, owner=self.name)
             parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 

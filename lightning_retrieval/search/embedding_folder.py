@@ -28,8 +28,8 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    Manifest,
     check_regular_file,
+    cure_of_other_form,
     delete_temporary_files,
     folder_lock,
     is_lock,
@@ -41,14 +41,11 @@ from lightning_retrieval.files import (
 )
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.search.formats import EMBEDDINGS
 
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
-MANIFEST, LOCK = "_manifest.json", "_lock"
-# Earlier versions of the library wrote manifests without a checksum.
-FORMAT = Manifest(
-    "embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder", may_lack_checksum=True
-)
+FORMAT, MANIFEST, LOCK = EMBEDDINGS, EMBEDDINGS.name, "_lock"
 SHARD_SIZE = 10_000  # default number of rows of a shard
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
@@ -435,7 +432,7 @@ class EmbeddingFolder:
         unlabelled = [path for path, label in zip(paths, found) if label is None]
         given, cure = name, "embed a table with the columns image and label"
         if labels is not None:
-            given, cure = "labels", "add their rows to the table"
+            given, cure = "labels", cure_of_other_form(unlabelled, labels) or "add their rows to the table"
         if unlabelled or not found:
             got = f"{self.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
             raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)

@@ -22,7 +22,7 @@ from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
 from lightning_retrieval.checks import check_path, first_line
-from lightning_retrieval.distributed import gather_objects, unshared
+from lightning_retrieval.distributed import gather_objects, kept_integers, kept_rows
 from lightning_retrieval.invalid import InvalidType, InvalidValue, Unreachable, owned_by
 from lightning_retrieval.search.embedding_folder import (
     SHARD_SIZE,
@@ -107,13 +107,13 @@ class LoadedSet:
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
-        embeddings = unshared(outputs["embeddings"].float()).cpu()
+        embeddings = kept_rows(outputs["embeddings"].float()).cpu()
         count = len(embeddings)
         ids = outputs.get("ids")
         if ids is None:
             self._expected, ahead = tee(self._expected)
             ids = torch.tensor(list(islice(ahead, count)))
-        ids = ids.cpu()
+        ids = kept_integers(ids).cpu()
         labels = _label_texts(outputs.get("labels"), self.index, count)
         if self.index is None:
             positions = list(islice(self._expected, count))
@@ -344,7 +344,7 @@ class EmbeddingWriter(Callback):
     ) -> None:
         self.output: Path | None = None
         if output is not None:
-            self.output = check_path(OWNER, "output", output)
+            self.output = check_path("output", output, owner=OWNER)
         self.file_format = checked(self, file_format=file_format)
         self.shard_size = checked(self, shard_size=shard_size)
         self.dtype = checked(self, dtype=dtype)

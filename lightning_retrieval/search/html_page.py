@@ -13,6 +13,8 @@ from lightning_retrieval.files import reason
 from lightning_retrieval.invalid import InvalidValue
 
 STYLE = Path(__file__).with_name("page.css")
+GENERATOR = '<meta name="generator" content="lightning-retrieval {}">'  # in the templates of pages
+START = 1000  # bytes of a page in which that is
 LONGEST_SIDE = 320  # pixels of a picture in a page
 SHARP_SIDE = 96  # pictures up to this size are enlarged without blurring
 FONTS = (  # a browser uses the first installed font that has a character, so names of classes may be in any script
@@ -76,3 +78,21 @@ def page_target(argument: str, page: Path) -> Path:
         got = f"{page}, which is a FIFO, a socket, a device or a link to itself"
         raise InvalidValue("must be a regular file", argument=argument, got=got)
     return target
+
+
+def check_page_target(argument: str, page: Path, command: str) -> None:
+    """Raise unless a page can be written to a file, and replaces nothing but an earlier page of this command.
+
+    Args:
+        argument: name of the argument, for error messages.
+        page: the path that the user gave.
+        command: the command, which the template of its page names as the generator.
+    """
+    target = page_target(argument, page)
+    if not target.is_file():
+        return
+    with target.open("rb") as file:
+        start = file.read(START)
+    if start and GENERATOR.format(command).encode() not in start:
+        rule = f"must be a new file, or a page that `{command}` wrote"
+        raise InvalidValue(rule, argument=argument, got=f"{page}, which is another file", cure="give another path")

@@ -36,7 +36,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.files import remove
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
@@ -120,7 +120,7 @@ class VerifiedCheckpoints(CheckpointIO):
     def _owner(self) -> str:
         """The class of the module, prefix of error messages."""
         if self.trainer is None:
-            return CALLER
+            return ""
         return type(self.trainer.lightning_module).__name__
 
 
@@ -252,7 +252,7 @@ class CheckpointedModule(pl.LightningModule):
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
         with owned_by(cls.__name__):
-            check_flag(CALLER, "strict", strict)
+            check_flag("strict", strict)
             checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 

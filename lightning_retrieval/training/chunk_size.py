@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
@@ -76,11 +76,11 @@ def largest_chunk_size(
         >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
         5
     """
-    check_callable("largest_chunk_size", "embed", embed)
+    check_callable("embed", embed, owner="largest_chunk_size")
     with owned_by("largest_chunk_size"):
         check_inputs(inputs)
-    keep_graphs = check_integer("largest_chunk_size", "keep_graphs", keep_graphs, least=1)
-    reserve = check_integer("largest_chunk_size", "reserve", reserve, least=0)
+    keep_graphs = check_integer("keep_graphs", keep_graphs, least=1, owner="largest_chunk_size")
+    reserve = check_integer("reserve", reserve, least=0, owner="largest_chunk_size")
     rows = len(inputs)
     too_few, chunks = 0, 1  # numbers of chunks
     while not _fits(embed, inputs.split(math.ceil(rows / chunks))[:keep_graphs], reserve):
@@ -147,7 +147,7 @@ def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], r
             kept = []
             for chunk in chunks:
                 kept.append(embed(chunk))
-                check_tensor("largest_chunk_size", "embed's result", kept[-1])
+                check_tensor("embed's result", kept[-1], owner="largest_chunk_size")
             while kept:
                 embeddings = kept.pop()
                 if embeddings.requires_grad:
@@ -212,7 +212,7 @@ def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
 def _check_one_size(name: str, size: Any) -> ChunkSize:
     if size is None:
         return None
-    checked: int | Literal["auto"] = check_auto(CALLER, name, size, least=1)
+    checked: int | Literal["auto"] = check_auto(name, size, least=1)
     return checked
 
 

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_retrieval.checks import check_callable, check_integer, check_tensor
+from lightning_retrieval.checks import check_callable, check_integer, check_tensor, first_line
 from lightning_retrieval.compiled import is_compiled
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.distributed import kept_rows
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
+_TOO_FEW_ROWS = "Expected more than 1 value per channel when training"  # of BatchNorm
 
 
 @contextmanager
@@ -175,9 +177,9 @@ def chunked_backward(
         All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
         embeddings and the loss.
     """
-    check_callable(_OWNER, "loss", loss)
-    check_callable(_OWNER, "backward", backward)
-    check_callable(_OWNER, "last_backward", last_backward)
+    check_callable("loss", loss, owner=_OWNER)
+    check_callable("backward", backward, owner=_OWNER)
+    check_callable("last_backward", last_backward, owner=_OWNER)
     chunks = EmbeddedChunks(embed, inputs, chunk_size, keep_graphs=keep_graphs, least_chunks=least_chunks)
     if chunks.graph is None:
         value = back_propagate(loss(chunks.embeddings), [chunks.embeddings], backward)
@@ -200,7 +202,7 @@ def back_propagate(value: Any, embeddings: Sequence[Tensor], backward: Callable[
         ValueError: if the value is not a scalar.
         TypeError: if the value is not a tensor.
     """
-    check_tensor(_OWNER, "loss's value", value)
+    check_tensor("loss's value", value, owner=_OWNER)
     if value.ndim:
         raise InvalidValue("must return a scalar", _OWNER, "loss", got=f"shape {tuple(value.shape)}")
     if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
@@ -238,10 +240,10 @@ class EmbeddedChunks:
         least_chunks: int = 1,
         trained: bool = True,
     ) -> None:
-        check_callable(_OWNER, "embed", embed)
+        check_callable("embed", embed, owner=_OWNER)
         with owned_by(_OWNER):
             check_inputs(inputs)
-        check_integer(_OWNER, "keep_graphs", keep_graphs, least=0)
+        check_integer("keep_graphs", keep_graphs, least=0, owner=_OWNER)
         self._embed, self._chunks = embed, _chunks_of(inputs, chunk_size, least_chunks)
         self._is_compiled = is_compiled(embed)
         first_kept = max(len(self._chunks) - keep_graphs, 0)
@@ -265,7 +267,9 @@ class EmbeddedChunks:
         for chunk in chunks:
             self._states.append(RandomState())
             with torch.no_grad(), self._statistics.collected(chunk.rows):
-                parts.append(self._embedded(chunk))
+                embeddings = self._embedded(chunk)
+                check_tensor("embed's result", embeddings, owner=_OWNER)
+                parts.append(kept_rows(embeddings))
         if chunks:
             # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
             # gradient.
@@ -280,11 +284,23 @@ class EmbeddedChunks:
         return kept
 
     def _embedded(self, chunk: "_Chunk") -> Tensor:
-        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again."""
+        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again.
+
+        Raises:
+            ValueError: if the chunk has a single row, which BatchNorm in training mode does not take.
+        """
         inputs = chunk.inputs
         if self._is_compiled and inputs.storage_offset() > 0:
             inputs = inputs.clone()
-        return self._embed(inputs)
+        try:
+            return self._embed(inputs)
+        except ValueError as error:
+            if _TOO_FEW_ROWS not in str(error):
+                raise
+            rule, cure = "must take a batch of one row", "enlarge the batch, or use fewer processes"
+            if len(self._chunks) > 1:
+                rule, cure = "must take a chunk of one row", "take a `chunk_size` that leaves no such chunk"
+            raise InvalidValue(rule, _OWNER, "embed", got=f"the error {first_line(error)}", cure=cure) from error
 
     def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Back-propagate the gradient of the embeddings, if there is one, through the chunks.
@@ -329,10 +345,10 @@ class _Chunk(NamedTuple):
 
 def _chunks_of(inputs: Tensor, chunk_size: int | None, least_chunks: int) -> list[_Chunk]:
     """The chunks of a batch. Missing chunks come first, and repeat the first chunk."""
-    check_integer(_OWNER, "least_chunks", least_chunks, least=1)
+    check_integer("least_chunks", least_chunks, least=1, owner=_OWNER)
     if chunk_size is None:
         chunk_size = len(inputs)
-    rows = inputs.split(check_integer(_OWNER, "chunk_size", chunk_size, least=1))
+    rows = inputs.split(check_integer("chunk_size", chunk_size, least=1, owner=_OWNER))
     repeated = least_chunks - len(rows)
     return [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
 
@@ -348,7 +364,7 @@ def _rows_of_chunks(chunks: Sequence[_Chunk], gradient: Tensor) -> list[Tensor]:
 
 def check_inputs(inputs: Tensor) -> None:
     """Raise unless `inputs` holds at least one row and is not part of a graph."""
-    check_tensor(CALLER, "inputs", inputs)
+    check_tensor("inputs", inputs)
     if inputs.grad_fn is not None:
         rule = "must not be part of a graph, because each chunk would back-propagate through it again"
         raise InvalidValue(rule, argument="inputs", cure="detach them, or make that graph part of `embed`")
@@ -368,7 +384,7 @@ def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], Abstra
 def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
     """The embeddings of the whole batch, without a graph and without the chunks that do not count."""
     for part in parts:
-        check_tensor(_OWNER, "embed's result", part)
+        check_tensor("embed's result", part, owner=_OWNER)
     embeddings, *others = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
     if others:
         embeddings = torch.cat([embeddings, *others])

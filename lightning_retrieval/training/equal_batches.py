@@ -1,4 +1,8 @@
-"""Finds processes that have drawn the same batches. Each image would then be a positive of its own copy."""
+"""Finds processes whose loaders do not give each of them its own part of one batch.
+
+If loaders give several processes the same rows, each image is a positive of its own copy. A loader that takes its part
+of a global batch needs the same global batch in all processes.
+"""
 
 import warnings
 import zlib
@@ -24,24 +28,32 @@ class EqualBatches:
     Random transforms may have changed the inputs of equal images. So equal labels without ids cause a warning.
 
     Args:
-        is_needed: False if the loader is known to give each process its own part of a batch.
+        drawn: the first global batch of each loader, if all loaders give each process its part of a global batch. Then
+            only these batches are compared, in the first step. Otherwise None.
         may_repeat_labels: True if the loader is known to give each process other images, perhaps of the same classes.
     """
 
-    def __init__(self, is_needed: bool, *, may_repeat_labels: bool = False) -> None:
-        self._is_done = world_size() == 1 or not is_needed
+    def __init__(self, drawn: Sequence[Sequence[int]] | None, *, may_repeat_labels: bool = False) -> None:
+        self._is_done = world_size() == 1
+        self._drawn = drawn
         self._may_repeat_labels = may_repeat_labels
         self._hash = 0  # hash of all batches of this process
         self._hash_of_labels = 0
         self._rows = [0] * world_size()  # number of rows that each process has had
 
     def add(self, sides: Sequence[LocalRows]) -> int:
-        """Return hashes of all batches and of all labels of this process, in one number; 0 if nothing is compared.
+        """Return a hash of the first global batches, or hashes of all batches and of all labels of this process.
+
+        The hashes are in one number, which is 0 if nothing is compared.
 
         Args:
             sides: the rows of this process, for each side of a batch.
         """
-        if self._is_done or not all(map(are_integers, sides)):
+        if self._is_done:
+            return 0
+        if self._drawn is not None:
+            return hash(tuple(map(tuple, self._drawn))) % 2**63
+        if not all(map(are_integers, sides)):
             return 0
         self._hash = hash((self._hash, *map(_hash_of, sides)))
         self._hash_of_labels = hash((self._hash_of_labels, *map(_hash_of_labels, sides)))
@@ -49,15 +61,20 @@ class EqualBatches:
         return int(of_batches << _BITS | of_labels)
 
     def compare(self, sides: Sequence[GlobalRows]) -> None:
-        """Raise on all processes if two of them have had the same batches.
+        """Raise on all processes if two of them have had the same batches, or parts of different global batches.
 
         Args:
             sides: for each side of a batch, its rows in all processes, gathered with the hash that `add` returned.
 
         Raises:
-            ValueError: if two processes have the same ids or, without ids, the same labels and inputs.
+            ValueError: if two processes have the same ids or, without ids, the same labels and inputs; if processes
+                have drawn different global batches.
         """
         if self._is_done:
+            return
+        if self._drawn is not None:
+            self._is_done = True
+            _check_same_draws(sides[0].hashes)
             return
         for rows in sides:
             self._rows = [had + count for had, count in zip(self._rows, rows.counts)]
@@ -80,6 +97,22 @@ class EqualBatches:
             if first != index and self._rows[index] >= LEAST_ROWS:
                 return first, index
         return None
+
+
+def _check_same_draws(hashes: Sequence[int]) -> None:
+    """Raise if the first global batches of the processes differ.
+
+    Args:
+        hashes: a hash of the batches of each process.
+    """
+    others = [index for index, hash_of_rank in enumerate(hashes) if hash_of_rank != hashes[0]]
+    if others:
+        raise InvalidValue(
+            "all processes must draw the same global batches, of which each takes its part",
+            "RetrievalDataLoader",
+            got=f"another first batch on rank {others[0]} than on rank 0",
+            cure="give the sampler the same labels and the same `seed` in all processes",
+        )
 
 
 def _hash_of(rows: LocalRows) -> int:

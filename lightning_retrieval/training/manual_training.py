@@ -25,7 +25,7 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -87,9 +87,9 @@ class OptimizedModule(CheckpointedModule):
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
             self.lr_scheduler = rebuild_factory("lr_scheduler", lr_scheduler, schedulers)
-        self.lr_scheduler_interval = check_choice(CALLER, "lr_scheduler_interval", interval, ("epoch", "step"))
-        self.lr_scheduler_frequency = check_integer(CALLER, "lr_scheduler_frequency", frequency, least=1)
-        self.lr_scheduler_monitor = check_string(CALLER, "lr_scheduler_monitor", monitor)
+        self.lr_scheduler_interval = check_choice("lr_scheduler_interval", interval, ("epoch", "step"))
+        self.lr_scheduler_frequency = check_integer("lr_scheduler_frequency", frequency, least=1)
+        self.lr_scheduler_monitor = check_string("lr_scheduler_monitor", monitor)
 
     @owned
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
@@ -408,7 +408,6 @@ class ManualTraining(OptimizedModule):
                     "ReduceLROnPlateau with the interval 'epoch' needs a validation after the last batch of an "
                     f"epoch, but val_check_interval={interval!r} with "
                     f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there",
-                    type(self).__name__,
                     cure="use the interval 'step', which steps it after each validation",
                 )
 

@@ -112,10 +112,10 @@ class CrossBatchMemory(nn.Module):
         self, size: int, start_step: int | Literal["auto"] = 0, *, mode: MemoryMode = "one_list", weight: float = 1.0
     ) -> None:
         super().__init__()
-        self.size = check_integer("CrossBatchMemory", "size", size, least=1)
-        self.start_step: int | Literal["auto"] = check_auto("CrossBatchMemory", "start_step", start_step, least=0)
-        self.mode: MemoryMode = check_choice("CrossBatchMemory", "mode", mode, get_args(MemoryMode))
-        self.weight = check_finite_number("CrossBatchMemory", "weight", weight)
+        self.size = check_integer("size", size, least=1, owner="CrossBatchMemory")
+        self.start_step: int | Literal["auto"] = check_auto("start_step", start_step, least=0, owner="CrossBatchMemory")
+        self.mode: MemoryMode = check_choice("mode", mode, get_args(MemoryMode), owner="CrossBatchMemory")
+        self.weight = check_finite_number("weight", weight, owner="CrossBatchMemory")
         if self.weight != 1 and mode != "two_terms":
             rule = "must be 1 unless `mode` is 'two_terms'"
             got = f"{weight} for {mode!r}, whose loss is a single term"
@@ -166,9 +166,9 @@ class CrossBatchMemory(nn.Module):
         Returns:
             The argument for `loss.of_batch(batch)`.
         """
-        check_bool("CrossBatchMemory", "detach", detach)
+        check_bool("detach", detach, owner="CrossBatchMemory")
         if relevance is not None:
-            check_instance("CrossBatchMemory", "relevance", relevance, Relevance)
+            check_instance("relevance", relevance, Relevance, owner="CrossBatchMemory")
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
@@ -224,10 +224,13 @@ class CrossBatchMemory(nn.Module):
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _EmbeddedRows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
-        check_matrix("CrossBatchMemory", "embeddings", embeddings)
-        labels, ids = as_int64("CrossBatchMemory", "labels", labels), as_int64("CrossBatchMemory", "ids", ids)
+        check_matrix("embeddings", embeddings, owner="CrossBatchMemory")
+        labels, ids = (
+            as_int64("labels", labels, owner="CrossBatchMemory"),
+            as_int64("ids", ids, owner="CrossBatchMemory"),
+        )
         rows, device = len(embeddings), embeddings.device
-        check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
+        check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="CrossBatchMemory")
         if ids is None:
             raise InvalidType(
                 "must be given, the dataset index of each row, since an image is stored once and never ranked for "
@@ -237,7 +240,7 @@ class CrossBatchMemory(nn.Module):
                 got="None",
                 cure="let the batches hold (images, labels, ids)",
             )
-        check_integers("CrossBatchMemory", "ids", ids, rows, "embeddings", device=device)
+        check_integers("ids", ids, rows, "embeddings", device=device, owner="CrossBatchMemory")
         if len(ids) > self.size:
             rule = "must be at least that of a batch"
             got = f"{self.size} for a batch of {len(ids)} rows"
@@ -272,17 +275,17 @@ def _check_state(state: Any) -> None:
     if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
         rule = "must be a dict with `rows`, `steps` and `started` of another memory"
         raise InvalidType(rule, "CrossBatchMemory", "state", got=short_repr(state))
-    check_integer("CrossBatchMemory", "state['steps']", state["steps"], least=0)
-    check_bool("CrossBatchMemory", "state['started']", state["started"])
+    check_integer("state['steps']", state["steps"], least=0, owner="CrossBatchMemory")
+    check_bool("state['started']", state["started"], owner="CrossBatchMemory")
     if state["rows"] is None:
         return
     if len(state["rows"]) != 3:
         raise InvalidValue("must hold 3 tensors as rows", "CrossBatchMemory", "state", got=len(state["rows"]))
     embeddings, labels, ids = state["rows"]
-    check_matrix("CrossBatchMemory", "state", embeddings)
-    check_integers("CrossBatchMemory", "state", labels, len(embeddings), "state", levels=True)
-    check_integers("CrossBatchMemory", "state", ids, len(embeddings), "state")
-    check_finite("CrossBatchMemory", "state", embeddings, ids)
+    check_matrix("state", embeddings, owner="CrossBatchMemory")
+    check_integers("state", labels, len(embeddings), "state", levels=True, owner="CrossBatchMemory")
+    check_integers("state", ids, len(embeddings), "state", owner="CrossBatchMemory")
+    check_finite("state", embeddings, ids, owner="CrossBatchMemory")
 
 
 def _is_first(ids: Tensor) -> Tensor:
@@ -305,5 +308,5 @@ def _indices(mask: Tensor, embeddings: Tensor) -> Tensor:
     """The indices where a mask is True; raises if an embedding is not finite. The host waits for the device once."""
     number, is_finite = to_host(torch.stack([mask.sum(), has_finite_sum(embeddings.detach())])).tolist()
     if not is_finite:
-        check_finite("CrossBatchMemory", "embeddings", embeddings)
+        check_finite("embeddings", embeddings, owner="CrossBatchMemory")
     return true_indices(mask, number)[0]

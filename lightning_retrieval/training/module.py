@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
-from lightning_retrieval.distributed import rank, unshared
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned, owned_by
+from lightning_retrieval.distributed import kept_rows, rank
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
@@ -65,8 +65,8 @@ from lightning_retrieval.training.trainer_checks import (
     check_processes,
     check_relevance,
     check_schedule,
+    first_drawn,
     has_distributed_samplers,
-    has_shards,
     warn_of_equal_rates,
 )
 
@@ -184,16 +184,14 @@ class RetrievalModule(ManualTraining):
             self.relevance = check_relevance(self.loss, relevance)
             self.whitening = None if whitening is None else rebuild("whitening", whitening, Whitening)
             self.eval_scales = check_scales("eval_scales", eval_scales)
-            self.eval_scales_pooling = check_choice(
-                CALLER, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING)
-            )
+            self.eval_scales_pooling = check_choice("eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
             self.chunk_size = check_chunk_size(chunk_size)
-            self.keep_graphs = check_integer(CALLER, "keep_graphs", keep_graphs, least=1)
-            self.gather: bool | GatherDtype = check_choice(CALLER, "gather", gather, tuple(GATHER_DTYPES))
+            self.keep_graphs = check_integer("keep_graphs", keep_graphs, least=1)
+            self.gather: bool | GatherDtype = check_choice("gather", gather, tuple(GATHER_DTYPES))
             self.updates = Updates() if updates is None else rebuild("updates", updates, Updates)
             self._set_frozen_backbones()
             self._fraction = 0.0  # fraction of the training that is done
-            self.seed = check_integer(CALLER, "seed", seed_or_default(seed), least=0, most=None)
+            self.seed = check_integer("seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
             "queries": ChunkSizeSearch(),
             "candidates": ChunkSizeSearch(),
@@ -269,8 +267,8 @@ class RetrievalModule(ManualTraining):
                 evaluation is recorded, by the embedder's `preparation`.
             whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
-        check_tensor(type(self).__name__, "images", images)
-        check_bool(type(self).__name__, "whiten", whiten)
+        check_tensor("images", images, owner=type(self).__name__)
+        check_bool("whiten", whiten, owner=type(self).__name__)
         return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -281,8 +279,8 @@ class RetrievalModule(ManualTraining):
                 evaluation were. `eval_scales` apply to images only.
             whiten: as for `embed`; both sides share one whitening.
         """
-        check_tensor(type(self).__name__, "inputs", inputs)
-        check_bool(type(self).__name__, "whiten", whiten)
+        check_tensor("inputs", inputs, owner=type(self).__name__)
+        check_bool("whiten", whiten, owner=type(self).__name__)
         inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
@@ -381,7 +379,7 @@ class RetrievalModule(ManualTraining):
             check_processes(self)
             self._dimensions = Dimensions()
             self._equal_batches = EqualBatches(
-                not has_shards(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+                first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
             )
         step = self._step_of(batches, unpacked)
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
@@ -440,7 +438,7 @@ class RetrievalModule(ManualTraining):
         """Prepare the module for the weights of a checkpoint, and restore the fraction of the training."""
         super().on_load_checkpoint(checkpoint)
         fraction = checkpoint.get(FRACTION, 0.0)
-        self._fraction = check_finite_number(type(self).__name__, FRACTION, fraction, least=0, most=1)
+        self._fraction = check_finite_number(FRACTION, fraction, least=0, most=1, owner=type(self).__name__)
 
     def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
         """Log the report on the first step of a run."""
@@ -467,6 +465,7 @@ class RetrievalModule(ManualTraining):
         outputs = []
         if "queries" in batch:
             queries = self._embed_batch(batch["queries"], self.embed_queries, rule)
+            queries["embeddings"] = kept_rows(queries["embeddings"])  # one network may embed the candidates too
             outputs.append(rows_of_side(queries, "queries"))
         if "candidates" in batch:
             candidates = self._embed_batch(batch["candidates"], self.embed, rule)
@@ -495,8 +494,8 @@ class RetrievalModule(ManualTraining):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Do the same as `validation_step`; for a batch that is a tensor of images, return only embeddings.
 
-        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. No output is
-        in memory that is shared with a worker, because Lightning keeps the outputs of all batches.
+        Labels are those of the batch, also under a rule `relevance`, whose entries a batch may lack here. Outputs
+        are copies, because Lightning keeps those of all batches.
         """
         if isinstance(batch, Tensor):
             output = {"embeddings": self.embed(batch)}
@@ -506,4 +505,4 @@ class RetrievalModule(ManualTraining):
             output = self._embed_batch(batch, self.embed)
         else:
             output = self.validation_step(batch, batch_idx, dataloader_idx)
-        return {name: unshared(values) for name, values in output.items()}
+        return {name: kept_rows(values) for name, values in output.items()}

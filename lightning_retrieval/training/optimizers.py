@@ -74,13 +74,15 @@ class Updates:
         owner = type(self).__name__
         self.gradient_clip_val: float | None = None
         if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
+            self.gradient_clip_val = check_positive("gradient_clip_val", gradient_clip_val, owner=owner)
         self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
-            owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), owner=owner
         )
-        self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
-        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        self.head_lr_factor = check_positive("head_lr_factor", head_lr_factor, owner=owner)
+        self.layer_decay = check_positive("layer_decay", layer_decay, least=0.01, most=1, owner=owner)
+        self.freeze_backbone_epochs = check_integer(
+            "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
+        )
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -274,7 +276,7 @@ def _as_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
 
 
-def _leaves_update_open(make: Callable[..., Optimizer]) -> bool:
+def _leaves_update_open(make: Any) -> bool:
     """Whether an optimizer offers a fused loop, and the user has not chosen one or another."""
     settings: Mapping[str, Any] = {}
     if isinstance(make, functools.partial):

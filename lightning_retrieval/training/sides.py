@@ -95,7 +95,7 @@ def rows_of_side(output: dict[str, Tensor], side: Side) -> dict[str, Tensor]:
     number = SIDES.index(side)
     labels = output["labels"]
     roles = torch.full(labels.shape[:1], number + 1, device=labels.device)
-    output = {name: as_int64("RetrievalModule", name, values) for name, values in output.items()}
+    output = {name: as_int64(name, values, owner="RetrievalModule") for name, values in output.items()}
     if "roles" in output:
         roles[output["roles"] == Role.JUNK] = int(Role.JUNK)
     embeddings = output["embeddings"]
@@ -250,7 +250,7 @@ def _embedded_side(
     embed: Callable[[Tensor], Tensor] = module
     if side == "queries":
         embed = module.forward_queries
-    check_tensor(type(module).__name__, "inputs", inputs)
+    check_tensor("inputs", inputs, owner=type(module).__name__)
     frozen = _frozen_network(module, side)
     chunk_size = chunk_size_of(module.chunk_size, side)
     if chunk_size is None:

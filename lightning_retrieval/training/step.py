@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.backend import rank_zero_info
 from lightning_retrieval.checks import as_int64, is_integer, short_repr
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
@@ -135,7 +135,7 @@ def gather_labels(
 
 def _signed(rows: LocalRows) -> LocalRows:
     """The rows with labels and ids of signed types."""
-    return replace(rows, labels=as_int64(CALLER, "labels", rows.labels), ids=as_int64(CALLER, "ids", rows.ids))
+    return replace(rows, labels=as_int64("labels", rows.labels), ids=as_int64("ids", rows.ids))
 
 
 def gather_embeddings(

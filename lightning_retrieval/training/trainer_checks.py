@@ -296,13 +296,20 @@ def train_loaders(trainer: Any) -> list[Any]:
     return loaders
 
 
-def has_shards(trainer: Any) -> bool:
-    """Whether all training batches are from loaders that give each process its own part: `RetrievalDataLoader`.
+def first_drawn(trainer: Any) -> list[list[int]] | None:
+    """The first global batch of each loader of training batches, as dataset indices.
+
+    None unless all loaders give each process its own part of a global batch, as `RetrievalDataLoader` does.
 
     Args:
         trainer: a `pytorch_lightning.Trainer` in a run.
     """
-    return all(hasattr(loader, "check_first_batch") for loader in train_loaders(trainer))
+    drawn: list[list[int]] = []
+    for loader in train_loaders(trainer):
+        if not hasattr(loader, "check_first_batch"):
+            return None
+        drawn.append(loader.batch_sampler.first_drawn)
+    return drawn
 
 
 def has_distributed_samplers(trainer: Any) -> bool:

@@ -197,7 +197,7 @@ def annotations(function):
 def is_valid(function, argument, value, hints):
     """Whether a value follows the rule that its parameter declares, or has the annotated type if there is no rule."""
     try:
-        rule_of_argument(function, argument)("owner", argument, value)
+        rule_of_argument(function, argument)(argument, value)
     except Invalid:
         return False
     except LookupError:

@@ -25,7 +25,7 @@ class OwnMetric(EmbeddingMetric):
 
     def compute(self):
         rows, _ = self.gather()
-        lists = self.query_gallery(rows)
+        lists = self.ranking_input(rows)
         return (lists.queries @ lists.gallery.T).mean()
 
 

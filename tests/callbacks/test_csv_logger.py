@@ -121,9 +121,6 @@ def test_a_file_is_no_folder(tmp_path):
 # --- the newest checkpoint
 
 
-OWNER = "fit"
-
-
 def write(path, step, when):
     """A checkpoint that was written at some time."""
     path.parent.mkdir(exist_ok=True)
@@ -157,7 +154,7 @@ def test_one_that_a_kill_has_left_half_written_is_skipped_unless_there_is_no_oth
 def message_of(checkpoint, stage="fit"):
     """The error of the processes that continue from their checkpoints."""
     try:
-        SameCheckpoint(OWNER, checkpoint).setup(None, None, stage)
+        SameCheckpoint(checkpoint).setup(None, None, stage)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -182,7 +179,7 @@ def test_processes_must_find_the_same(run_processes, tmp_path):
         assert found["same"] == found["copies"] == found["new run"] == found["test"] == "no error"
         for name, other in {"different": tmp_path / "2/a.ckpt", "on one process": None}.items():
             assert found[name] == (
-                "fit: all processes must continue from the same checkpoint, got "
+                "all processes must continue from the same checkpoint, got "
                 f"{[str(tmp_path / '1/a.ckpt'), str(other)]} in rank order, which differ; put the folder of the run on "
                 "a file system that all machines share."
             )

@@ -403,6 +403,23 @@ def test_an_error_in_the_first_epoch_ends_the_wait_for_its_end():
     assert evaluation._untrained is None
 
 
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_that_an_error_ends_keeps_no_embeddings(stage):
+    evaluation, collected = RetrievalEvaluation(KS), []
+
+    class Stops(pl.Callback):
+        def on_validation_epoch_end(self, *_):
+            collected.extend(evaluation.sets[0].metrics.labels)
+            raise RuntimeError("stopped")
+
+        on_test_epoch_end = on_validation_epoch_end
+
+    with pytest.raises(RuntimeError, match=r"^stopped$"):
+        getattr(make_trainer(evaluation, Stops()), stage)(PointsModule(), verbose=False)
+    assert collected
+    assert evaluation.sets == []
+
+
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit):
     given, real = [], RetrievalMetrics.update

@@ -234,7 +234,7 @@ def test_images_that_are_unknown_or_vectors_are_not_drawn(tmp_path, shape, shuff
 
 def lists_of(metrics, chosen, k):
     rows, _ = metrics.gather()
-    return nearest_images(metrics.query_gallery(rows), chosen, k)
+    return nearest_images(metrics.ranking_input(rows), chosen, k)
 
 
 @pytest.mark.parametrize("kind", ["roles", "expanded", "instances", "cameras"])
@@ -353,6 +353,21 @@ def test_a_picture_of_detections_has_images_boxes_and_classes(tmp_path):
         assert image.size == (968, 726)  # 8.8 by 6.6 inches: two rows of images and the bars
     del picture._draw
     assert {name: vars(picture)[name] for name in before} == before
+
+
+def test_a_test_of_a_detector_that_an_error_ends_keeps_no_images(tmp_path):
+    picture, shown = DetectionPicture(), []
+
+    class Stops(pl.Callback):
+        def on_test_epoch_end(self, *_):
+            shown.extend(picture._shown)
+            raise RuntimeError("stopped")
+
+    data = GlyphScenes(num_classes=3, eval_size=3, eval_batch_size=3)
+    with pytest.raises(RuntimeError, match=r"^stopped$"):
+        trainer(tmp_path, picture, Stops()).test(DetectionModule(TinyFasterRCNN(3)), datamodule=data, verbose=False)
+    assert len(shown) == 3
+    assert picture._shown == []
 
 
 def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import PCAWhitening, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter, LearnWhitening, RetrievalEvaluation
 from tests.quiet_trainer import quiet_trainer
 
@@ -73,16 +73,3 @@ def run_with_few_files(_, __, name, folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_a_worker_does_not_keep_the_files_of_its_batches_open(name, run_alone, tmp_path):
     assert run_alone(run_with_few_files, name, tmp_path) == (BATCHES if RUNS[name][0] == "predict" else 1)
-
-
-def test_annotations_of_a_batch_may_be_overwritten_by_the_next_one():
-    """Such as by a loader that fills the same tensors again and again."""
-    expected, metrics = RetrievalMetrics(ks=(1,)), RetrievalMetrics(ks=(1,))
-    x, values = torch.randn(20, 4), torch.zeros(5, 5, dtype=torch.long)
-    for begin in range(0, 20, 5):
-        index = torch.arange(begin, begin + 5)
-        new = torch.stack([index // 4, index, index * 0 + 3, index, index % 2])
-        expected.update(x[index], *new)
-        values.copy_(new)
-        metrics.update(x[index], *values)
-    assert metrics.compute() == expected.compute()

@@ -1,13 +1,16 @@
 """ImageFolder: finding classes in folders, splitting them by a seed or by folders, and training on them."""
 
+import multiprocessing
 import os
 import warnings
 
 import numpy as np
 import pytest
+from torchvision.transforms.functional import to_tensor
 
 from lightning_retrieval.datamodules.image_folder import ImageFolder
 from lightning_retrieval.datamodules.image_index import split_by_class
+from lightning_retrieval.datamodules.pairs import Pairs
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, write_folders
 
@@ -46,7 +49,7 @@ def test_classes_are_split_by_the_seed(tmp_path):
     drawn = np.random.default_rng(1).permutation(12)[:6]
     assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
     # The order in which the folders are found does not matter.
-    assert split_by_class("x", "fraction", names, 0.5, 3) == split_by_class("x", "fraction", names[::-1], 0.5, 3)
+    assert split_by_class("fraction", names, 0.5, 3) == split_by_class("fraction", names[::-1], 0.5, 3)
 
 
 def test_categories_are_the_folders_above_the_classes(tmp_path):
@@ -287,3 +290,26 @@ def test_only_suffixes_that_pillow_decodes_are_images(tmp_path):
     with pytest.warns(UserWarning, match=r"ImageFolder: ignored files in .* no images: 8, such as a/video.bufr"):
         splits = ImageFolder(tmp_path).splits
     assert sorted([*splits["train"].paths, *splits["test"].paths]) == paths
+
+
+@pytest.mark.refusal
+def test_workers_that_cannot_get_the_transform_are_one_sentence(tmp_path, monkeypatch):
+    """Workers are started anew on macOS, on Windows and, from Python 3.14 on, on Linux."""
+    write_folders(tmp_path, NAMES)
+
+    def data(transform=lambda image: to_tensor(image), **settings):
+        return ImageFolder(tmp_path, eval_transform=transform, **settings)
+
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "spawn")
+    sentence = (
+        r"^ImageFolder: `transform` must be picklable, because .* by 'spawn', got .*<lambda>.*, or set num_workers=0"
+    )
+    with pytest.raises(TypeError, match=sentence):
+        data(num_workers=1).test_dataloader()
+    queries, candidates = data(), data(to_tensor)
+    with pytest.raises(TypeError, match=sentence.replace("ImageFolder", "Pairs")):
+        Pairs(queries, candidates, num_workers=1).test_dataloader()
+    assert data(num_workers=0).test_dataloader().num_workers == 0
+    assert data(to_tensor, num_workers=1).test_dataloader().num_workers == 1
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "fork")
+    assert data(num_workers=1).test_dataloader().num_workers == 1

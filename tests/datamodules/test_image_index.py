@@ -218,7 +218,7 @@ def test_a_damaged_cache_is_replaced(tmp_path, damage):
 def test_a_cache_folder_that_is_a_file_raises(tmp_path):
     (tmp_path / "cache").write_text("")
     for folder in (tmp_path / "cache", tmp_path / "cache" / "deeper"):
-        with pytest.raises(ValueError, match=rf"^ImageDataModule: `cache_dir` must be a folder .*, got {folder} \("):
+        with pytest.raises(ValueError, match=rf"^`cache_dir` must be a folder .*, got {folder} \("):
             read_cached(lambda: {"test": OTHER}, [tmp_path / "cache"], {}, folder)
 
 

@@ -12,6 +12,7 @@ from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.datamodules import ImageIndex, ImageSet, training_transform
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.datamodules.loader import collate_images
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.embedding import ReadableImages
 from tests.datamodules.pictures import TINY, as_it_is, picture
@@ -147,6 +148,26 @@ def test_images_skipped_by_workers_are_counted_in_the_training_process(tmp_path)
     loader = DataLoader(images, 2, num_workers=2, collate_fn=ImageSet.collate)
     assert torch.cat([batch["ids"] for batch in loader]).tolist() == [0, 2, 3, 5, 7]
     assert images.skipped == ["1.png", "4.png", "6.png"]
+
+
+def as_numbers(image):
+    return list(image.size)
+
+
+@pytest.mark.refusal
+def test_an_error_in_a_worker_names_its_owner(tmp_path):
+    """A process that loads images sends the message of an error, and so the error has its owner there already."""
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png", size=(5, 5))
+    index = ImageIndex(["a.png", "b.png"], [0, 0])
+    loader = DataLoader(ImageSet(index, tmp_path, as_numbers), 2, num_workers=1, collate_fn=ImageSet.collate)
+    with pytest.raises(TypeError, match=r"ImageSet: `transform` must return a tensor .*, got list"):
+        next(iter(loader))
+    images = ImageSet(index, tmp_path, as_it_is)
+    for collate, owner in ((ImageSet.collate, "ImageSet"), (collate_images, "RetrievalDataLoader")):
+        loader = DataLoader(images, 2, num_workers=1, collate_fn=collate)
+        with pytest.raises(ValueError, match=f"{owner}: images of a batch must have the same size"):
+            next(iter(loader))
 
 
 def test_a_batch_of_images_of_several_sizes_raises(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pyarrow
@@ -220,6 +221,40 @@ def test_parquet_and_csv_give_the_same_index(tmp_path):
     assert of_csv["test"].labels.tolist() == [0, DISTRACTOR, 0]
 
 
+PARQUET_TYPES = {
+    "bytes": (pyarrow.binary(), str.encode),
+    "bytes of one length": (pyarrow.binary(1), str.encode),
+    "dictionary": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), str),
+    "decimal": (pyarrow.decimal128(9, 2), Decimal),
+    "float": (pyarrow.float32(), float),
+    "large text": (pyarrow.large_string(), str),
+    "list": (pyarrow.list_(pyarrow.binary()), lambda text: [text.encode()]),
+}
+
+
+@pytest.mark.parametrize("kind", PARQUET_TYPES)
+def test_the_types_of_a_parquet_file_give_the_texts_of_a_csv_file(tmp_path, kind):
+    type_, convert = PARQUET_TYPES[kind]
+    texts = ["7", "7", "8", "8", "9", "9"]
+    names = [f"{row}.jpg" for row in range(6)]
+    values = pyarrow.array([convert(text) for text in texts], type_)
+    paths = pyarrow.array(names)
+    if kind == "bytes":
+        paths = paths.cast(pyarrow.binary())
+    parquet.write_table(pyarrow.table({"image": paths, "label": values, "tags": values}), tmp_path / "a.parquet")
+    found = read_table(tmp_path / "a.parquet").columns
+    assert found == {"image": names, "label": texts, "tags": texts}
+
+
+@refusal
+@pytest.mark.parametrize("value", [{"path": "a.jpg", "bytes": b""}, b"caf\xe9"])
+def test_parquet_columns_that_hold_no_text_raise(tmp_path, value):
+    parquet.write_table(pyarrow.table({"path": [value] * 4, "label": [1, 1, 2, 2]}), tmp_path / "a.parquet")
+    sentence = r"^ImageTable: `path` must hold text in UTF-8, .* got the type (struct|binary)"
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path, "a.parquet", columns={"image": "path"})
+
+
 def test_tags_are_separated_by_semicolons_and_numbered_for_all_splits_together(tmp_path):
     rows = [
         ("image", "label", "tags", "split", "role"),
@@ -322,8 +357,8 @@ def test_a_stray_quote_hides_no_row_of_values_that_occur_once(tmp_path, case, en
     columns, row, column = UNIQUE[case]
     lines = [",".join(columns), *(row.format(number, "abcdefghijklmnopqrst"[number] * 3) for number in range(20))]
     write_text(tmp_path / "t.csv", with_quotes(lines, column, start=5, end=end))
-    with pytest.raises(ValueError, match=f"^T: `{columns[column]}` must not hold other rows, .* in lines 5 to {end}"):
-        read_table(tmp_path / "t.csv", columns[:1], all_columns=True, owner="T")
+    with pytest.raises(ValueError, match=f"^`{columns[column]}` must not hold other rows, .* in lines 5 to {end}"):
+        read_table(tmp_path / "t.csv", columns[:1], all_columns=True)
 
 
 def test_quotes_that_hide_no_row_are_read(tmp_path):
@@ -552,6 +587,7 @@ def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
         (("path", "class"), "with `columns`, such as 'path' for 'image'"),
         (("path", "label", "is_query"), "give `columns` 'oml'"),
         (("image;label",), "give `delimiter` ';'"),
+        (("sep=;",), "delete this line, which only Excel reads"),
         (("image\tlabel",), r"give `delimiter` '\\t'"),
     )
     for header, cure in cases:

@@ -1,5 +1,6 @@
 """Random transforms of any library give the same images in each run, for any workers, and after a resume."""
 
+import functools
 import random
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 
 
@@ -24,7 +26,53 @@ def draws_from_each(image):
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]).reshape(3, 1, 1)
 
 
-TRANSFORMS = {"albumentations": albumentations_transform, "own": lambda: draws_from_each}
+OF_MODULE = np.random.default_rng(0)
+
+
+def draws_from_the_module(image):
+    return torch.from_numpy(OF_MODULE.random((3, 1, 1)))
+
+
+def draws_from(generator, image):
+    return torch.full((3, 1, 1), generator.random())
+
+
+class OwnsGenerators:
+    """A transform with several generators, one of them of the class."""
+
+    of_class = torch.Generator()
+
+    def __init__(self):
+        self.states = [np.random.RandomState(0), {"python": random.Random(0)}]
+
+    def __call__(self, image):
+        drawn = [self.states[0].rand(), self.states[1]["python"].random()]
+        return torch.tensor([*drawn, torch.rand((), generator=self.of_class).item()]).reshape(3, 1, 1)
+
+
+class CallsAlbumentations:
+    def __init__(self):
+        self.augment = albumentations_transform()
+
+    def __call__(self, image):
+        return self.augment(image=np.array(image))["image"]
+
+
+def enclosing_function():
+    generator = np.random.default_rng(0)
+    return v2.Compose([v2.Lambda(lambda image: draws_from(generator, image))])
+
+
+TRANSFORMS = {
+    "albumentations": albumentations_transform,
+    "own": lambda: draws_from_each,
+    "variable of a module": lambda: draws_from_the_module,
+    "attributes": OwnsGenerators,
+    "method": lambda: OwnsGenerators().__call__,
+    "partial": lambda: functools.partial(draws_from, np.random.default_rng(0)),
+    "enclosing function": enclosing_function,
+    "albumentations in a class": CallsAlbumentations,
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +139,25 @@ def test_the_global_generators_continue_as_if_nothing_had_happened():
     assert all(map(torch.equal, found, expected))
     with seeded_item(4):  # an index of an evaluation loader has no seed
         assert not torch.equal(draws_from_each(None), first)
+
+
+def test_generators_of_a_transform_continue_as_if_nothing_had_happened():
+    transform, untouched = OwnsGenerators(), OwnsGenerators()
+    OwnsGenerators.of_class.manual_seed(1)
+    with seeded_item(SeededIndex(0, seed=5), own_generators(transform)):
+        first = transform(None)
+    with seeded_item(SeededIndex(1, seed=5), own_generators(transform)):
+        assert torch.equal(transform(None), first)
+    assert len(set(first.flatten().tolist())) == 3  # each generator has a seed of its own
+    found = transform(None)
+    OwnsGenerators.of_class.manual_seed(1)
+    assert torch.equal(found, untouched(None))
+
+
+def test_the_search_for_generators_ends():
+    parts = [list(range(100_000)), random.SystemRandom()]
+    parts.append(parts)
+    assert own_generators(functools.partial(draws_from, parts)) == []
 
 
 def test_an_item_is_seeded_without_the_generators_of_gpus(monkeypatch):

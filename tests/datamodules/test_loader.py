@@ -162,6 +162,14 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
 
 
 @pytest.mark.refusal
+def test_batches_in_another_order_than_drawn_raise():
+    """The position of a loader counts batches, so a resumed run would lose some and repeat others."""
+    sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `in_order` must be True, .* got False; leave it out"):
+        RetrievalDataLoader(range(4), sampler, num_workers=2, in_order=False)
+
+
+@pytest.mark.refusal
 def test_more_processes_than_images_raise(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 10)

@@ -141,3 +141,11 @@ def test_a_network_without_a_tokenizer_is_one_sentence(tmp_path):
     data = TextTable(write_texts(tmp_path, *ROWS), classes_per_batch=2, samples_per_class=2)
     with pytest.raises(ValueError, match=r"^TextTable: the network of .* must have a `tokenizer`, got Linear"):
         pl.Trainer(max_epochs=1, **QUIET).fit(module, data)
+
+
+def test_check_notes_texts_of_several_classes(tmp_path):
+    rows = ["text,label,split", "red shoe,a,train", "red shoe,b,train", "blue,a,train", "blue,a,train", "x,c,test"]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    report = TextTable(tmp_path / "a.csv").check()
+    assert report.notes == ["texts of train with several labels: 1, such as 'red shoe'"]
+    assert report.ok

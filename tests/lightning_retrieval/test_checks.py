@@ -1,5 +1,6 @@
 """The shared checks: what they return, and their sentences."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -15,36 +16,29 @@ from lightning_retrieval import checks
         (checks.check_positive, np.float32(0.5), float),
         (checks.check_finite_number, np.float64(0.5), np.float64),
         (checks.check_not_negative, np.int32(2), int),
-        (lambda *arguments: checks.check_integer(*arguments, least=1), np.uint64(3), int),
+        (functools.partial(checks.check_integer, least=1), np.uint64(3), int),
     ],
 )
 def test_numbers_of_numpy_are_numbers(check, value, kind):
-    found = check("Owner", "x", value)
+    found = check("x", value, owner="Owner")
     assert found == value
     assert type(found) is kind
 
 
 def test_counts_become_a_tuple():
-    assert checks.check_counts("Owner", "ks", [1, np.int64(10)]) == (1, 10)
-    assert checks.check_counts("Owner", "ks", (), may_be_empty=True) == ()
+    assert checks.check_counts("ks", [1, np.int64(10)], owner="Owner") == (1, 10)
+    assert checks.check_counts("ks", (), may_be_empty=True, owner="Owner") == ()
 
 
 def test_a_path_is_a_string_or_a_path_with_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert checks.check_path("Owner", "root", "images") == Path("images")
-    assert checks.check_path("Owner", "root", Path("~/images")) == Path("/home/somebody/images")
+    assert checks.check_path("root", "images", owner="Owner") == Path("images")
+    assert checks.check_path("root", Path("~/images"), owner="Owner") == Path("/home/somebody/images")
 
 
-def integer(*arguments):
-    return checks.check_integer(*arguments, least=1, most=9)
-
-
-def instance(*arguments):
-    return checks.check_instance(*arguments, Path)
-
-
-def choice(*arguments):
-    return checks.check_choice(*arguments, (False, "full"))
+integer = functools.partial(checks.check_integer, least=1, most=9)
+instance = functools.partial(checks.check_instance, kind=Path)
+choice = functools.partial(checks.check_choice, choices=(False, "full"))
 
 
 INVALID = {
@@ -90,21 +84,21 @@ INVALID = {
 def test_invalid_values_raise(kind):
     for check, value, rule in INVALID[kind]:
         with pytest.raises(kind, match=rf"^Owner: `x` must (be|hold|have) {rule}\.$"):
-            check("Owner", "x", value)
+            check("x", value, owner="Owner")
 
 
 @pytest.mark.refusal
 def test_other_invalid_values_raise():
     with pytest.raises(ValueError, match=r"^Owner: `x` must not begin with ~, .*, got '~nobody-of-this-name/a'\.$"):
-        checks.check_path("Owner", "x", "~nobody-of-this-name/a")
+        checks.check_path("x", "~nobody-of-this-name/a", owner="Owner")
     with pytest.raises(TypeError, match=r"^Owner: `x` must hold strings only, got b'b' \(bytes\)\.$"):
-        checks.check_strings("Owner", "x", ["a", b"b"])
-    checks.check_strings("Owner", "x", np.array(["a", "b"]))
+        checks.check_strings("x", ["a", b"b"], owner="Owner")
+    checks.check_strings("x", np.array(["a", "b"]), owner="Owner")
     with pytest.raises(TypeError, match=r"^Owner: `x` must have one of the dtypes .*, got torch.float8_e4m3fn\.$"):
-        checks.check_float("Owner", "x", torch.ones(2).to(torch.float8_e4m3fn))
+        checks.check_float("x", torch.ones(2).to(torch.float8_e4m3fn), owner="Owner")
     on_meta, cpu = torch.zeros(3, dtype=torch.int64, device="meta"), torch.device("cpu")
     with pytest.raises(ValueError, match=r"^Owner: `x` must be on the device of `embeddings`, cpu, got meta; move"):
-        checks.check_integers("Owner", "x", on_meta, 3, "embeddings", device=cpu)
+        checks.check_integers("x", on_meta, 3, "embeddings", device=cpu, owner="Owner")
 
 
 class Raises:

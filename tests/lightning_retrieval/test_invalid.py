@@ -83,7 +83,7 @@ class WithInvalidItem(Dataset):
         return 1
 
     def __getitem__(self, position):
-        check_positive("me", "tau", -1.0)
+        check_positive("tau", -1.0, owner="me")
 
 
 def test_an_error_of_a_data_loader_worker_keeps_its_type_and_sentence():

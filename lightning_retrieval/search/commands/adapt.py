@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.index import read_image_rows
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
+from lightning_retrieval.search.rules import check_new_file, check_table_given, loss_arguments
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
@@ -110,12 +110,7 @@ def named_loss(name: str, arguments: str) -> nn.Module:
         ValueError: if there is no such loss, or the arguments are invalid.
         TypeError: if the path does not name a module.
     """
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise InvalidValue("must be a JSON object, such as '{\"tau\": 0.1}'", argument="loss_args", got=repr(arguments))
+    parsed = loss_arguments(arguments)
     path = name
     if "." not in name:
         path = f"pytorch_metric_learning.losses.{name}"
@@ -178,20 +173,19 @@ def adapt_head(
     Cost:
         Memory for all embeddings and for the scores of one list.
     """
-    check_integer(OWNER, "batch_size", batch_size, least=4, most=LARGEST_LIST)
-    check_positive(OWNER, "lr", lr)
-    check_integer(OWNER, "max_epochs", max_epochs, least=1)
-    check_bool(OWNER, "overwrite", overwrite)
-    generator = torch.Generator().manual_seed(check_integer(OWNER, "seed", seed, least=0))
-    if not output.parent.is_dir() or output.is_dir():
-        raise InvalidValue("must be a file in an existing folder", argument="output", got=output)
+    check_integer("batch_size", batch_size, least=4, most=LARGEST_LIST)
+    check_positive("lr", lr)
+    check_integer("max_epochs", max_epochs, least=1)
+    check_bool("overwrite", overwrite)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
+    check_new_file(output)
     folder = EmbeddingFolder.load(embeddings)
     module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
     if embedding_dim is None:
         embedding_dim = folder.manifest.dim
     with reported_as(OWNER):
         embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
-    labels_by_path = _labels_of_table(labels, TableFormat.checked(OWNER, columns, delimiter))
+    labels_by_path = _labels_of_table(labels, TableFormat.checked(columns, delimiter))
     rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", labels_by_path))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
@@ -236,6 +230,7 @@ def _is_of(output: Path, loaded: LoadedModel) -> bool:
 def _labels_of_table(table: Path | None, table_format: TableFormat) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
+        check_table_given(None, argument="labels", columns=table_format.columns, delimiter=table_format.delimiter)
         return None
     table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"), table_format=table_format)
     read = table_of_labels.columns

@@ -17,7 +17,7 @@ from PIL import Image
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import remove
-from lightning_retrieval.invalid import Failed, InvalidValue
+from lightning_retrieval.invalid import Failed
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image
@@ -27,6 +27,7 @@ from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import FONTS
 from lightning_retrieval.search.image_files import image_file
+from lightning_retrieval.search.rules import check_folder_of_index
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ def _ended_by_signals() -> Iterator[None]:
 def _serve(options: argparse.Namespace) -> None:
     with private_uploads() as uploads, opened_index(options.index, options.store) as index:
         images = image_folder(options.images, index)
-        if not images.is_dir():
-            rule = "must be the folder of the index's images"
-            raise InvalidValue(rule, argument="images", got=f"{images}, which is no folder")
+        check_folder_of_index(images)
         searcher = ImageSearcher(index, **model_settings(options))
         page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)

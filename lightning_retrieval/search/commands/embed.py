@@ -23,7 +23,7 @@ from lightning_retrieval.command_line import INTERRUPTED
 from lightning_retrieval.datamodules.image_table import find_rows, is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedBatch,
@@ -136,7 +136,7 @@ def _list_queries(
     if not images.is_file():
         rule = "must be a table with the column text for queries that are texts"
         raise MissingFile(rule, argument="images", got=f"{images}, which is not a file")
-    table = read_table(images, required=("text",), owner=CALLER, table_format=table_format)
+    table = read_table(images, required=("text",), table_format=table_format)
     texts = table.columns["text"]
     table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
     labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
@@ -236,14 +236,14 @@ def embed_images(
     Cost:
         Memory in each process for the embeddings of one shard and for the list of images.
     """
-    check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
-    check_choice(OWNER, "dtype", dtype, DTYPES)
-    check_choice(OWNER, "precision", precision, PRECISIONS)
-    check_choice(OWNER, "side", side, SIDES)
+    check_choice("file_format", file_format, FILE_FORMATS)
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("precision", precision, PRECISIONS)
+    check_choice("side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
-        check_integer(OWNER, name, number, least=1)
+        check_integer(name, number, least=1)
     check_output(output)
-    table_format = TableFormat.checked(OWNER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     listed: ListedImages | ListedTexts | None = None
     if side == "candidates":
         listed = list_images(images, root, table_format)

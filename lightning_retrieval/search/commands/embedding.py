@@ -34,7 +34,8 @@ from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile
+from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
@@ -51,6 +52,7 @@ from lightning_retrieval.search.commands.of_backbone import (
 )
 from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.rules import check_table_given
 from lightning_retrieval.search.shared_folder import RangeBatches
 from lightning_retrieval.search.store.rows import Rows
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
@@ -117,15 +119,16 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        ValueError: if there is no image, the table cannot be read, or `root` is given for a folder.
+        ValueError: if there is no image, the table cannot be read, or `root` or a format is given for a folder.
     """
     if not images.is_file():
-        if root is not None:
-            raise InvalidValue("must be given for a table only", argument="root", got=f"{root} for the folder {images}")
+        check_table_given(
+            images, argument="images", root=root, columns=table_format.columns, delimiter=table_format.delimiter
+        )
         return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import check_values, parse_boxes, parse_images  # needs Lightning
 
-    table = read_table(images, required=("image",), owner=CALLER, table_format=table_format)
+    table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
     paths = parse_images(table, root)
     if "label" in table.columns:
@@ -143,8 +146,7 @@ def images_in_folder(folder: Path) -> ListedImages:
         ValueError: if there is no image in it.
         OSError: if a folder in it cannot be opened.
     """
-    if not folder.is_dir():
-        raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
+    check_images_exist(folder)
     found = image_files(folder)
     if found.special and rank() == 0:
         shown = printable(first_of(found.special))
@@ -453,8 +455,8 @@ class ImageEmbedder:
             FileNotFoundError: if the checkpoint does not exist.
             ValueError: if an argument is invalid, or the transform does not fit the model.
         """
-        check_integer(CALLER, "batch_size", batch_size, least=1)
-        check_integer(CALLER, "num_workers", num_workers, least=0)
+        check_integer("batch_size", batch_size, least=1)
+        check_integer("num_workers", num_workers, least=0)
         if not isinstance(model, LoadedModel):
             model = load_model(model)
         module = model.module

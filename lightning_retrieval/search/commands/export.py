@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import is_of_others, new_files, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
@@ -33,6 +34,7 @@ from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.search.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.search.export.quantization import quantize_onnx
+from lightning_retrieval.search.rules import check_int8
 
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
@@ -123,6 +125,8 @@ def export_model(
     int8: bool = False,
     images: Path | None = None,
     root: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
     transform: str | None = None,
 ) -> ExportedModel:
     """Export a model to ONNX and to a program of `torch.export`, and compare both with the model.
@@ -139,7 +143,9 @@ def export_model(
         input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
         int8: also write an int8 ONNX file, and measure its cost.
         images: images for the calibration and the measurement of int8: class folders, or a table with labels.
-        root: folder that the paths of a table are relative to.
+        root: folder that the paths of a table are relative to; if None, the folder of the table.
+        columns: the names of a table's columns, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of a CSV file.
         transform: as for `index_images`.
 
     Raises:
@@ -153,11 +159,11 @@ def export_model(
     if output.exists() and not output.is_dir():
         raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)
+    check_int8(int8, images, root)
+    table_format = TableFormat.checked(columns, delimiter)
     listed = None
-    if int8:
-        listed = _labelled_images(images, root)
-    elif images is not None or root is not None:
-        raise InvalidValue("`images` and `root` must not be given without `int8`, which alone uses images")
+    if images is not None:
+        listed = _labelled_images(images, root, table_format)
     embedder = ImageEmbedder.load(checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu")
     merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
     if merge is not None:
@@ -255,11 +261,9 @@ def check_program(name: str, embed: Callable[[Tensor], Tensor], program: Embeddi
     return largest
 
 
-def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
+def _labelled_images(images: Path, root: Path | None, table_format: TableFormat) -> ListedImages:
     """The images of a table with labels, or of class folders; the name of a class folder is the label of its images."""
-    if images is None:
-        raise InvalidValue("must be given with `int8`, to calibrate it and to measure what it costs", argument="images")
-    listed = list_images(images, root)
+    listed = list_images(images, root, table_format)
     labels = listed.labels
     if set(labels) == {None}:
         labels = [Path(path).parent.as_posix() for path in listed.index.paths]

@@ -21,7 +21,8 @@ from lightning_retrieval.datamodules.image_table import check_unique_images, par
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.invalid import CALLER, InvalidValue, MissingFile, owned_by
+from lightning_retrieval.files import cure_of_other_form
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
@@ -45,6 +46,13 @@ from lightning_retrieval.search.commands.stores import (
 )
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.image_files import name_folder
+from lightning_retrieval.search.rules import (
+    check_missing,
+    check_one_process,
+    check_table_exists,
+    check_table_given,
+    check_threshold,
+)
 from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.store.disk_lists import help_build_on_disk
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
@@ -178,7 +186,7 @@ def index_images(
     Cost:
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
@@ -267,13 +275,13 @@ def index_embeddings(
         are first verified, and training uses rows from all files.
     """
     start = None
-    if check_integer(CALLER, "devices", devices, least=1) > 1:
-        _check_one_process(devices, store=store, update=update)
+    if check_integer("devices", devices, least=1) > 1:
+        check_one_process(devices, store=store, update=update)
         fabric = new_fabric("cpu", devices=devices)
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
             return _help(start, embeddings, output)
-    table_format = TableFormat.checked(CALLER, columns, delimiter)
+    table_format = TableFormat.checked(columns, delimiter)
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
@@ -302,17 +310,6 @@ def index_embeddings(
     return writer.write(manifest.dim, new_rows, embedded)
 
 
-def _check_one_process(devices: int, *, store: str | None, update: bool) -> None:
-    """Raise if only one process can build such an index."""
-    reason = None
-    if store is not None:
-        reason = "with a store in Milvus, which distributes rows by itself"
-    elif update:
-        reason = "with `update`, which reads the index into memory"
-    if reason is not None:
-        raise InvalidValue(f"must be 1 {reason}", argument="devices", got=devices)
-
-
 def _help(start: Callable[[], object], embeddings: Path, output: Path) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Help the first process to build the index, and return what it returns."""
     start()
@@ -334,12 +331,10 @@ def choose_threshold(
         ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
             model, an image has no label, all labels are the same, or each label has one image.
     """
-    if validation is None and false_match_rate is None:
-        return {}
+    check_threshold(validation, false_match_rate)
     if validation is None or false_match_rate is None:
-        rule = "must be given with `false_match_rate`, and neither alone"
-        raise InvalidValue(rule, argument="validation", cure="give both")
-    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+        return {}
+    check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
     folder = EmbeddingFolder.load(validation)
     difference = model_difference(folder.manifest.about, about)
     if difference is not None:
@@ -384,9 +379,8 @@ def read_image_rows(
         FileNotFoundError: if the table does not exist.
         ValueError: if the table cannot be read, or an image is in several rows.
     """
-    if not table.is_file():
-        raise MissingFile("must be a CSV or Parquet table", argument=name, got=f"{table}, which is not a file")
-    read = read_table(table, required, all_columns=all_columns, owner=CALLER, table_format=table_format)
+    check_table_exists(name, table)
+    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
     images = parse_images(read, root)
     check_unique_images(read, images, None)
     return read, {image: row for row, image in enumerate(images)}
@@ -417,17 +411,17 @@ def read_metadata(
         ValueError: if the table cannot be read or has no further column, an image is in several rows or, without
             `"keep"`, in none, no image has a row, a column has an invalid name, or `missing` is given without a table.
     """
-    check_choice(CALLER, "missing", missing, MISSING)
+    check_choice("missing", missing, MISSING)
+    check_missing(missing, table)
     if table is None:
-        if missing != "error":
-            raise InvalidValue("must be given with `metadata`", argument="missing", got=repr(missing))
+        check_table_given(None, argument="metadata", columns=table_format.columns, delimiter=table_format.delimiter)
         return {}
     read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
     without_row = find_missing(paths, row_of)
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
-        cure = ""
-        if len(without_row) < len(paths):
+        cure = cure_of_other_form(without_row, row_of)
+        if not cure and len(without_row) < len(paths):
             cure = "add them, or give `missing` keep, with which they have no metadata"
         raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got, cure=cure)
     rows = [row_of.get(path) for path in paths]

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_retrieval.checks import first_line, short_repr
-from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
+from lightning_retrieval.first_checks import is_local_file
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.limits import limited_to
-from lightning_retrieval.models.pretrained import is_local_file, read_weights, without_downloads
+from lightning_retrieval.models.pretrained import read_weights, without_downloads
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.timm_backbones import ENTRIES
 from lightning_retrieval.plain_data import class_path, rebuild
@@ -39,7 +40,7 @@ def load_backbone(given: PretrainedBackbone) -> RetrievalNetwork:
     folder = Path(name.removeprefix(FOLDER_PREFIX))
     if name.startswith(FOLDER_PREFIX) and folder.is_dir():
         name = f"{FOLDER_PREFIX}{folder.absolute().as_posix()}"
-    with reported_as(CALLER):
+    with reported_as():
         embedder = Embedder(
             name, None, weights=weights, image_size=given.image_size, preparation=given.settings_of_preparation
         )

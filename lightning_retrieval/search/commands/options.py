@@ -268,7 +268,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", type=Path, metavar="DIR|TABLE", help="for --int8: images in class folders, or a table with labels"
     )
-    parser.add_argument("--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to")
+    _add_table(parser)
     _add_transform(parser)
 
 

@@ -19,7 +19,7 @@ from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.ranking.labels import Role
@@ -34,9 +34,10 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.report.files import check_output, table_of, write_report
+from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import Findings, find_errors
 from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.targets import check_output, table_of
 
 OWNER = "report_images"
 KS = (1, 5, 10)
@@ -164,9 +165,9 @@ def report_images(
         Memory for the embeddings of all images, twice, for one block of scores, and for the pictures of the page. The
         time is that of four products of all embeddings with each other.
     """
-    check_finite_number(CALLER, "false_match_rate", false_match_rate, least=0, most=1)
+    check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
     check_output(output)
-    labelled = label_images(images, root, TableFormat.checked(CALLER, columns, delimiter))
+    labelled = label_images(images, root, TableFormat.checked(columns, delimiter))
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -231,7 +232,7 @@ def label_images(images: Path, root: Path | None, table_format: TableFormat) -> 
     if images.is_file():
         labelled = _of_table(images, root, table_format)
     else:
-        labelled = _of_folder(list_images(images, root))
+        labelled = _of_folder(list_images(images, root, table_format))
     check_lists(labelled, torch.arange(len(labelled.index)))
     return labelled
 
@@ -284,7 +285,7 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
     """The images of a table."""
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
-    table = read_table(path, required=("image", "label"), owner=CALLER, table_format=table_format)
+    table = read_table(path, required=("image", "label"), table_format=table_format)
     if "label" not in table.columns:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")

@@ -17,14 +17,14 @@ from PIL import Image
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written
-from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import model_settings
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.search.commands.stores import opened_index
-from lightning_retrieval.search.html_page import embedded_picture, page_target, shared_style
+from lightning_retrieval.search.html_page import check_page_target, embedded_picture, page_target, shared_style
 from lightning_retrieval.search.image_files import image_file
+from lightning_retrieval.search.rules import check_folder_of_index
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
@@ -35,10 +35,9 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     """Run the command: print the results or write the page, and return the queries that could not be read."""
     page, images = options.html, options.images
     if page is not None:
-        page_target("html", page)  # raises before the search
-    if images is not None and not images.is_dir():
-        rule = "must be the folder of the index's images"
-        raise InvalidValue(rule, argument="images", got=f"{images}, which is not a folder")
+        check_page_target("html", page, "search")  # raises before the search
+    if images is not None:
+        check_folder_of_index(images)
     with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
         if options.json:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.invalid import CALLER, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
@@ -269,12 +269,12 @@ def _check_index(index: EmbeddingStore) -> None:
 def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
     """The lowest similarity of a hit: the given number, else the threshold of the index; None for no threshold."""
     if given is not None:
-        return check_finite_number(CALLER, "threshold", given)
+        return check_finite_number("threshold", given)
     recorded = index.about.get(THRESHOLD)
     if recorded is None:
         return None
     try:
-        return check_finite_number(CALLER, "threshold", recorded["value"])
+        return check_finite_number("threshold", recorded["value"])
     except (LookupError, TypeError, ValueError):
         rule = "must be given, because the index must record a number as its threshold"
         raise InvalidValue(rule, argument="threshold", got=short_repr(recorded)) from None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
-from lightning_retrieval.invalid import CALLER, InvalidValue, reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
@@ -303,7 +303,7 @@ class MilvusCollection:
         if settings.shards != 1:
             rule = "must be 1 with a store in Milvus, which distributes rows by itself"
             raise InvalidValue(rule, argument="shards", got=settings.shards)
-        with reported_as(CALLER, uri="store", name="output"):
+        with reported_as(uri="store", name="output"):
             check_store(uri, name, settings.factory, settings.parameters)
         self._address = (uri, name)
         self._settings = settings
@@ -348,7 +348,7 @@ class MilvusCollection:
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and replace an existing index; if this fails, the existing index is unchanged."""
         settings = {"factory": self._settings.factory, "parameters": self._settings.parameters}
-        with reported_as(CALLER, uri="store", name="output"):
+        with reported_as(uri="store", name="output"):
             store = MilvusStore.create(*self._address, dim, about=about, columns=rows.column_kinds(), **settings)
         try:
             store.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
@@ -395,8 +395,8 @@ class IndexWriter:
     def __init__(
         self, new: FaissFolder | MilvusCollection, about: Mapping[str, Any], *, overwrite: bool, update: bool
     ) -> None:
-        self._overwrite = check_bool(CALLER, "overwrite", overwrite)
-        if check_bool(CALLER, "update", update) and overwrite:
+        self._overwrite = check_bool("overwrite", overwrite)
+        if check_bool("update", update) and overwrite:
             raise InvalidValue("must not be given with `update`", argument="overwrite", cure="give one of them")
         self._new = new
         self._about = dict(about)
@@ -519,7 +519,7 @@ def opened_index(index: Path, store: str | None, *, verify: bool = True) -> Iter
         yield RetrievalIndex.load(index, mapped=True, verify=verify)
         return
     uri = _uri(store)
-    with reported_as(CALLER, uri="store", name="index"):
+    with reported_as(uri="store", name="index"):
         opened = MilvusStore(uri, str(index))
     try:
         yield opened

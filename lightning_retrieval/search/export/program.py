@@ -96,7 +96,7 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
             tensor.
         TypeError: if `program` is not an `EmbeddingProgram`.
     """
-    check_instance(OWNER, "program", program, EmbeddingProgram)
+    check_instance("program", program, EmbeddingProgram)
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}
     program.to(memory_format=torch.contiguous_format)

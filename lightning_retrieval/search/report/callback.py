@@ -20,9 +20,10 @@ from lightning_retrieval.files import writing
 from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.report.files import check_output, check_suffix, write_report
+from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import NO_CLASS, find_errors
 from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.targets import check_output, check_suffix
 
 OWNER = "RetrievalReport"
 
@@ -65,20 +66,20 @@ class RetrievalReport(Callback):
         self.output: Path | None = None
         if output is not None:
             with owned_by(OWNER):
-                self.output = check_suffix(check_path(OWNER, "output", output))
+                self.output = check_suffix(check_path("output", output))
         self.false_match_rate = checked(self, false_match_rate=false_match_rate)
         self._warned: set[str] = set()
 
     @owned_by(OWNER)
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        find_evaluation(OWNER, trainer)
+        find_evaluation(trainer)
         if stage == "test" and self.output is not None and self.output.parent.is_dir():
             check_output(self.output)  # before the images are embedded
 
     @owned_by(OWNER)
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         output = self.output or run_folder(trainer) / "report.html"
-        for evaluation_set in sets_ranked_by_label(OWNER, trainer, self._warned):
+        for evaluation_set in sets_ranked_by_label(self, trainer, self._warned):
             problem = _why_not_reported(evaluation_set)
             if problem is not None:
                 warnings.warn(f"{OWNER}: no report of {evaluation_set.prefix} is written, {problem}.", stacklevel=2)

@@ -4,35 +4,12 @@ from pathlib import Path
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.search.html_page import page_target
 from lightning_retrieval.search.report.findings import Findings
 from lightning_retrieval.search.report.images import ReportedImages
 from lightning_retrieval.search.report.page import ReportPage
-from lightning_retrieval.search.report.table import check_table_target, report_table
-
-
-def check_suffix(output: Path) -> Path:
-    """Return the path of a page; raise unless it ends with .html."""
-    if output.suffix.lower() not in (".html", ".htm"):
-        rule = "must end with .html; the table is written beside it, with the ending .csv"
-        raise InvalidValue(rule, argument="output", got=output)
-    return output
-
-
-def check_output(output: Path) -> None:
-    """Raise unless a page and its table can be written, and the table replaces no other file.
-
-    Args:
-        output: path of the page.
-    """
-    page_target("output", check_suffix(output))
-    check_table_target("output", page_target("output", table_of(output)))
-
-
-def table_of(output: Path) -> Path:
-    """The path of the table beside a page."""
-    return output.with_suffix(".csv")
+from lightning_retrieval.search.report.table import report_table
+from lightning_retrieval.search.report.targets import table_of
 
 
 def write_report(output: Path, found: Findings, images: ReportedImages, *, title: str, about: str) -> list[str]:

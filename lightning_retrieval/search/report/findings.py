@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.metrics.curves import FINE_BINS, occupied_bins, pair_counts, score_blocks
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.metrics.thresholds import NearestScores
 
 NEAREST = 10  # number of nearest images of each query
@@ -203,10 +203,10 @@ def find_errors(
     )
 
 
-def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighbours, QueryGallery]:
+def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighbours, RankingInput]:
     """The `k` nearest images of each query, and the lists. A collective operation."""
     images, shard = metrics.gather()
-    lists = metrics.query_gallery(images)
+    lists = metrics.ranking_input(images)
     k = min(k, len(lists.gallery_ids))
     shape, device = (len(lists.query_ids), k), lists.query_ids.device
     scores = torch.zeros(shape, dtype=lists.gallery_rows.local.dtype, device=device)
@@ -224,7 +224,7 @@ def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighb
     return _neighbours(lists, by_id, scores[by_id], positions[by_id]), lists
 
 
-def _neighbours(lists: QueryGallery, by_id: Tensor, scores: Tensor, positions: Tensor) -> Neighbours:
+def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor) -> Neighbours:
     """The neighbours, on the CPU, of queries in the order of `by_id`."""
     finest = lists.lists.finest
     labels, gallery_labels = finest.columns[by_id, 0], finest.ref_columns[:, 0]
@@ -245,7 +245,7 @@ def _neighbours(lists: QueryGallery, by_id: Tensor, scores: Tensor, positions: T
     )
 
 
-def _labels_by_id(lists: QueryGallery) -> dict[int, int]:
+def _labels_by_id(lists: RankingInput) -> dict[int, int]:
     """The label of each image by its id."""
     finest = lists.lists.finest
     labels = dict(zip(lists.gallery_ids.tolist(), finest.ref_columns[:, 0].tolist()))

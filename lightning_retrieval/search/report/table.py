@@ -8,17 +8,12 @@ import csv
 import io
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.search.report.findings import Findings
 from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.targets import COLUMNS
 
-COLUMNS = (
-    *("finding", "value", "low", "high", "count"),
-    *("image", "label", "split", "other_image", "other_label", "other_split"),
-)
 _FORMULA = re.compile(r"\s*[=+\-@＝＋－＠]")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
@@ -49,23 +44,6 @@ def report_table(found: Findings, images: ReportedImages) -> bytes:
     for row in _rows(found, images):
         writer.writerow({name: _shown(value) for name, value in row.items()})
     return text.getvalue().encode()
-
-
-def check_table_target(argument: str, table: Path) -> None:
-    """Raise if a file that is no table of a report would be replaced, such as a list of images.
-
-    Args:
-        argument: name of the argument, for error messages.
-        table: path of the table.
-    """
-    header = ",".join(f'"{name}"' for name in COLUMNS).encode()
-    if not table.is_file():
-        return
-    with table.open("rb") as file:
-        start = file.read(len(header))
-    if start != header:
-        rule = "must have another name, because the table of the report would replace a file"
-        raise InvalidValue(rule, argument=argument, got=f"{table}, which is not a table of a report")
 
 
 def _shown(value: Any) -> Any:

@@ -15,6 +15,7 @@ import ast
 import json
 import keyword
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +31,23 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_mapping, check_string, check_unmasked, short_repr
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
 Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers; or a `Column`
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+SPELLINGS = {  # what other languages write, and how it is written here
+    r"=>|=<": ">= and <= for an order",
+    r"(?<![=!<>])=(?!=)|===|\b(?i:is)\b": "== for equal",
+    r"<>|!==": "!= for not equal",
+    r"&|\bAND\b": "and in place of & and AND",
+    r"\||\bOR\b": "or in place of | and OR",
+    r"\bNOT\b|!(?!=)": "not in place of ! and NOT",
+    r"\bIN\b": "in for one of several values",
+    r"[=<>]\s*(?!(?i:nan|inf|true|false|none)\b)[A-Za-z_]": "text in quotes, such as 'a'",
+}
 LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
 LIST = "columns.json"
 # For each operator, the name of a function of Arrow, and except for "in" also of NumPy.
@@ -129,7 +141,7 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
     """
     if columns is None:
         return {}
-    check_mapping(CALLER, "columns", columns)
+    check_mapping("columns", columns)
     made = {}
     for name, values in columns.items():
         check_column_name(name)
@@ -142,7 +154,7 @@ def _column(name: str, values: Values, rows: int) -> Column:
 
     if isinstance(values, pyarrow.Array) and len(values) == rows:
         return values
-    check_unmasked(CALLER, "columns", values)
+    check_unmasked("columns", values)
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
@@ -276,7 +288,7 @@ def parse_where(where: str | None, kinds: Mapping[str, Kind]) -> Condition | Non
     """
     if where is None:
         return None
-    check_string(CALLER, "where", where)
+    check_string("where", where)
     try:
         if len(where) > MOST_CHARACTERS:
             raise ValueError(f"which has {len(where):,} characters, more than {MOST_CHARACTERS:,}")
@@ -291,7 +303,17 @@ def parse_where(where: str | None, kinds: Mapping[str, Kind]) -> Condition | Non
         reason = "which is nested too deeply"
     except ValueError as error:
         reason = str(error)
-    raise InvalidValue(f"must be a condition such as {EXAMPLE}", argument="where", got=f"{short_repr(where)}, {reason}")
+    got, cure = f"{short_repr(where)}, {reason}", _cure(where)
+    raise InvalidValue(f"must be a condition such as {EXAMPLE}", argument="where", got=got, cure=cure)
+
+
+def _cure(where: str) -> str:
+    """How a condition is spelled that is written as in another language; "" if no such spelling is found."""
+    unquoted = _QUOTED.sub("''", where)
+    for pattern, cure in SPELLINGS.items():
+        if re.search(pattern, unquoted):
+            return f"write {cure}"
+    return ""
 
 
 def check_group(group_by: str | None, kinds: Mapping[str, Kind]) -> None:
@@ -303,7 +325,7 @@ def check_group(group_by: str | None, kinds: Mapping[str, Kind]) -> None:
     """
     if group_by is None:
         return
-    check_string(CALLER, "group_by", group_by)
+    check_string("group_by", group_by)
     if group_by not in kinds:
         rule = f"must be a column of the index, {shown_kinds(kinds)}"
         raise InvalidValue(rule, argument="group_by", got=repr(group_by))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.distributed import scatter_objects, together, world_size
 from lightning_retrieval.files import DigestStream, remove, write_verified
-from lightning_retrieval.invalid import CALLER, InvalidValue, Unreachable, owned_by
+from lightning_retrieval.invalid import InvalidValue, Unreachable, owned_by
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.faiss_index import (
     add_block,
@@ -68,7 +68,7 @@ def check_disk_build(index: Any, factory: str, rows_before: int, rows_in_memory:
 
 def check_rows_in_memory(rows_in_memory: int) -> None:
     """Raise unless `rows_in_memory` is an integer and at least the number of rows in a block."""
-    check_integer(CALLER, "rows_in_memory", rows_in_memory, least=BLOCK)
+    check_integer("rows_in_memory", rows_in_memory, least=BLOCK)
 
 
 def check_lists(index: Any, factory: str) -> None:

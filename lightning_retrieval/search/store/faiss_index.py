@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_string
 from lightning_retrieval.files import POSIX, DigestStream
-from lightning_retrieval.invalid import CALLER, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, normalized_sample
@@ -51,7 +51,7 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
         TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
-    check_string(CALLER, "factory", factory)
+    check_string("factory", factory)
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
@@ -122,7 +122,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
             not an integer >= 1.
         TypeError: if `parameters` is not a string.
     """
-    check_string(CALLER, "parameters", parameters)
+    check_string("parameters", parameters)
     if not parameters:
         return
     _check_counts(parameters)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import as_int64, check_integers, check_tensor, check_unmasked
 from lightning_retrieval.files import DigestStream
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store.rows import Ids, Rows, check_finite_rows, check_paths
@@ -26,11 +26,11 @@ def integer_ids(ids: Any) -> NDArray[np.int64]:
         ValueError: if the ids are not one-dimensional.
         TypeError: if the ids are not a tensor or an array of integers.
     """
-    ids = as_int64(CALLER, "ids", _as_tensor(ids))
-    check_tensor(CALLER, "ids", ids)
+    ids = as_int64("ids", _as_tensor(ids))
+    check_tensor("ids", ids)
     if ids.ndim != 1:
         raise InvalidValue("must have shape (rows,)", argument="ids", got=tuple(ids.shape))
-    check_integers(CALLER, "ids", ids, len(ids), "ids")
+    check_integers("ids", ids, len(ids), "ids")
     array: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
     return array
 
@@ -39,7 +39,7 @@ def _as_tensor(ids: Any) -> Any:
     """A copy of an array of numbers, of any byte order, as a tensor; any other object as it is."""
     if not isinstance(ids, np.ndarray):
         return ids
-    check_unmasked(CALLER, "ids", ids)
+    check_unmasked("ids", ids)
     if ids.dtype.kind not in "iuf":
         raise InvalidType("must be integers", argument="ids", got=f"a NumPy array of {ids.dtype}")
     return torch.from_numpy(ids.astype(ids.dtype.newbyteorder("="), order="C"))
@@ -52,8 +52,8 @@ def check_new_ids(ids: Ids, rows: int) -> NDArray[np.int64]:
         ValueError: if the number of ids differs from the number of rows, or an id is negative or occurs twice.
         TypeError: if the ids are not integers.
     """
-    given = as_int64(CALLER, "ids", _as_tensor(ids))
-    check_integers(CALLER, "ids", given, rows, "embeddings")
+    given = as_int64("ids", _as_tensor(ids))
+    check_integers("ids", given, rows, "embeddings")
     new: NDArray[np.int64] = given.cpu().numpy().astype(np.int64, copy=False)
     if rows > 0 and new.min() < 0:
         raise InvalidValue("must be >= 0", argument="ids", got=new.min())

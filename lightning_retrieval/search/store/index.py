@@ -27,7 +27,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.files import is_system_error
-from lightning_retrieval.invalid import CALLER, Invalid, InvalidValue, owned_by
+from lightning_retrieval.invalid import Invalid, InvalidValue, owned_by
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request
@@ -409,8 +409,8 @@ class RetrievalIndex:
         Cost:
             Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
         """
-        path = check_path(OWNER, "folder", folder)
-        check_callable(OWNER, "launch", launch, may_be_none=True)
+        path = check_path("folder", folder, owner=OWNER)
+        check_callable("launch", launch, may_be_none=True, owner=OWNER)
         with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             rows = checked_rows("embeddings", embeddings, self.dim)
@@ -533,7 +533,7 @@ class RetrievalIndex:
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
         """
         with owned_by(OWNER), self._lock.reading():
-            path = check_path(OWNER, "folder", folder)
+            path = check_path("folder", folder)
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
                 version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
@@ -555,9 +555,9 @@ class RetrievalIndex:
             ValueError: if the index is damaged, or has an unknown format version.
             TypeError: if `mapped` or `verify` is not a bool.
         """
-        check_bool(OWNER, "mapped", mapped)
-        check_bool(OWNER, "verify", verify)
-        path = check_path(OWNER, "folder", folder)
+        check_bool("mapped", mapped)
+        check_bool("verify", verify)
+        path = check_path("folder", folder)
         return read_folder(path, verify, functools.partial(cls._read, path, mapped=mapped))
 
     @classmethod
@@ -573,8 +573,8 @@ class RetrievalIndex:
                 raise KeyError(missing[0])
             recall = settings.pop("recall")
             if recall is not None:
-                recall = check_not_negative(CALLER, "recall", recall, most=1)
-            count = check_integer(CALLER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
+                recall = check_not_negative("recall", recall, most=1)
+            count = check_integer("shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension

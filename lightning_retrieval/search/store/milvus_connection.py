@@ -34,7 +34,7 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.files import is_locked
-from lightning_retrieval.invalid import CALLER, Failed, InvalidValue, MissingFile, Unreachable
+from lightning_retrieval.invalid import Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
 
@@ -156,7 +156,7 @@ class MilvusConnection:
 
 def is_file(uri: str) -> bool:
     """Whether a URI is the path of a file of Milvus Lite, not an address; raises unless the URI is a string."""
-    check_string(CALLER, "uri", uri)
+    check_string("uri", uri)
     return not ADDRESS.match(uri)
 
 
@@ -173,7 +173,7 @@ def _lite_file(uri: str, may_create: bool) -> Path:
     if not uri.endswith(SUFFIX):
         rule = f"must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as http://localhost:19530"
         raise InvalidValue(rule, argument="uri", got=repr(uri))
-    file = Path(os.path.abspath(check_path(CALLER, "uri", uri)))
+    file = Path(os.path.abspath(check_path("uri", uri)))
     if file.exists() and not file.is_dir():
         rule = "must be a folder that Milvus Lite wrote, or a new path"
         raise InvalidValue(rule, argument="uri", got=f"the file {uri}", cure="give another path")
@@ -245,7 +245,7 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
         ValueError: if `factory` has another form, or its type of index does not exist.
         TypeError: if `factory` is not a string.
     """
-    check_string(CALLER, "factory", factory)
+    check_string("factory", factory)
     kind, _, assignments = factory.partition(",")
     kind = kind.strip().upper()
     values = _assignments(assignments)
@@ -265,7 +265,7 @@ def search_parameters(parameters: str) -> dict[str, Any]:
         ValueError: if `parameters` does not consist of assignments of numbers.
         TypeError: if `parameters` is not a string.
     """
-    check_string(CALLER, "parameters", parameters)
+    check_string("parameters", parameters)
     values = _assignments(parameters)
     if values is None:
         rule = f"must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or 'nprobe=16'"
@@ -331,23 +331,23 @@ def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
 
 def check_dim(dim: int) -> int:
     """Return the dimension of an embedding; raise unless Milvus supports it."""
-    return check_integer(CALLER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
+    return check_integer("dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
 
 
 def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, conditions.Kind]:
     """Return the kind of each column of metadata; raise unless the names and the kinds are valid."""
     if columns is None:
         return {}
-    check_mapping(CALLER, "columns", columns)
+    check_mapping("columns", columns)
     for name, kind in columns.items():
         conditions.check_column_name(name)
-        check_choice(CALLER, "columns", kind, conditions.COLUMN_KINDS)
+        check_choice("columns", kind, conditions.COLUMN_KINDS)
     return dict(columns)
 
 
 def check_name(name: str) -> None:
     """Raise unless Milvus accepts this name."""
-    check_string(CALLER, "name", name)
+    check_string("name", name)
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or len(name) > LONGEST_NAME:
         rule = f"must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a digit"
         raise InvalidValue(rule, argument="name", got=repr(name))

@@ -339,7 +339,7 @@ class MilvusStore:
             ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
             TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
         """
-        k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
+        k = check_integer("k", k, least=1, most=MOST_RESULTS)
         return conditions.checked_request(k, where, group_by, self.column_kinds)
 
     @owned_by(OWNER)

@@ -23,7 +23,7 @@ from lightning_retrieval.checks import (
     check_unmasked,
     has_finite_sum,
 )
-from lightning_retrieval.invalid import CALLER, InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.rows import normalize
@@ -143,7 +143,7 @@ class ArrayRows:
 
 def _float_dtype(name: str, array: NDArray[Any]) -> np.dtype[Any]:
     """The dtype of a floating-point array in the byte order of the machine; raise if it is another dtype."""
-    check_unmasked(CALLER, name, array)
+    check_unmasked(name, array)
     dtype = array.dtype.newbyteorder("=")
     if dtype not in (np.float16, np.float32, np.float64):
         raise InvalidType("must have the dtype float16, float32 or float64", argument=name, got=array.dtype)
@@ -210,7 +210,7 @@ def checked_rows(name: str, embeddings: Any, dim: int) -> Rows:
     if isinstance(embeddings, np.ndarray):
         embeddings = ArrayRows(name, embeddings)
     elif not isinstance(embeddings, ArrayRows | FolderRows):
-        check_float(CALLER, name, embeddings)
+        check_float(name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         rule = f"must have shape (rows, {dim}), as the index has"
         raise InvalidValue(rule, argument=name, got=tuple(embeddings.shape))
@@ -222,7 +222,7 @@ def query_rows(queries: Queries, dim: int) -> Float[Tensor, "query dim"]:
     """Queries as a tensor of rows; one vector becomes one row. Raise unless they are finite and have this dimension."""
     if isinstance(queries, np.ndarray):
         queries = torch.from_numpy(queries.astype(_float_dtype("queries", queries), order="C"))
-    check_float(CALLER, "queries", queries)
+    check_float("queries", queries)
     if queries.shape == (dim,):
         queries = queries[None]
     if queries.ndim != 2 or queries.shape[1] != dim:
@@ -266,7 +266,7 @@ def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
     """Validate the values that are saved with an index: raise unless they can be stored as JSON."""
     if about is None:
         return {}
-    check_mapping(CALLER, "about", about)
+    check_mapping("about", about)
     try:
         json.dumps(dict(about))
     except (TypeError, ValueError) as error:
@@ -278,14 +278,14 @@ def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
 def check_paths(paths: Sequence[str], rows: int) -> None:
     """Raise unless there is one string for each row."""
     if not isinstance(paths, PackedStrings):
-        check_strings(CALLER, "paths", paths)
+        check_strings("paths", paths)
     if len(paths) != rows:
         raise InvalidValue(f"must have one entry for each of {rows} rows", argument="paths", got=len(paths))
 
 
 def check_results(k: Any, rows: int) -> int:
     """Return `k`, the number of results; raise unless it is from 1 to the number of rows in the index."""
-    results = check_integer(CALLER, "k", k, least=1)
+    results = check_integer("k", k, least=1)
     if results > rows:
         rule = f"must be at most the number of rows in the index, {rows}"
         raise InvalidValue(rule, argument="k", got=k, cure="ask for fewer")

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from lightning_retrieval.files import (
     DigestStream,
-    Manifest,
     delete,
     delete_temporary_files,
     file_digest,
@@ -33,10 +32,9 @@ from lightning_retrieval.files import (
     writing,
 )
 from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.search.formats import INDEX, REBUILD
 
-MANIFEST = "manifest.json"
-REBUILD = "build the index again"
-FORMAT = Manifest("index", MANIFEST, "index", REBUILD)
+FORMAT, MANIFEST = INDEX, INDEX.name
 ATTEMPTS = 100  # maximum number of attempts to read while other processes replace the index
 
 Writer = Callable[[DigestStream], None]

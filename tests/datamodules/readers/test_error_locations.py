@@ -19,6 +19,7 @@ from lightning_retrieval.datamodules import (
     VehicleID,
     VGGFace2,
 )
+from lightning_retrieval.invalid import Invalid
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.small_revisited import GND, ground_truth, write_distractors, write_pickle, write_revisited
 from tests.datamodules.trees import (
@@ -338,3 +339,14 @@ def test_an_error_names_the_entries_of_a_category(tmp_path):
     write_text(path, json.dumps(content))
     message = error_of("INaturalist, levels", tmp_path)
     assert f"one entry in {path}, got the id 9 in the entries 1 and 5 of its categories" in message
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("method", ["sources", "read"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_data_set_names_itself_in_each_method(tmp_path, name, method):
+    """`splits` calls both methods, and so may the user. The folder is empty."""
+    data = TREES[name].read(tmp_path)
+    with pytest.raises(Invalid) as raised:
+        getattr(data, method)()
+    assert raised.value.owner == type(data).__name__

@@ -14,6 +14,7 @@ from PIL import Image
 
 from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -31,6 +32,13 @@ class WarningOfUser(pl.Callback):
 
     def on_train_start(self, *_):
         warnings.warn("from the code of the user", stacklevel=1)
+
+
+class InvalidRun(pl.Callback):
+    """A callback that raises an error without an owner, as those of the command line do."""
+
+    def setup(self, *_, **__):
+        raise InvalidValue("all processes must continue from the same checkpoint")
 
 
 def fit_in_a_folder(rank, world_size, folder):
@@ -51,6 +59,14 @@ def fitted(tmp_path_factory):
     assert started.wait(120) == 0, started.output()
     (checkpoint,) = folder.rglob("best.ckpt")
     return folder, checkpoint, started.output()
+
+
+@pytest.mark.refusal
+def test_an_error_of_the_run_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_fit.InvalidRun"
+    with pytest.raises(ValueError, match=r"^lightning-retrieval fit: all processes must continue from the same"):
+        main(["fit", "--config", str(write_example(tmp_path)), *SMALL, *SHORT, callback])
 
 
 def test_fit_trains_and_tests(fitted):
@@ -125,6 +141,15 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
     assert [name, trained] in [line[:2] for line in lines]
 
 
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_settings_of_the_model_that_a_checkpoint_replaces_are_named(fitted, tmp_path, command):
+    """Without a change, nothing is named: then the other tests would raise the warning."""
+    changed = ["--model.init_args.loss.init_args.tau=0.5", "--model.init_args.eval_scales=[1.0, 0.5]"]
+    named = r"loss.tau 0.5 \(0.01 in the checkpoint\), eval_scales \[1.0, 0.5\] \(\[1.0\] in the checkpoint\);"
+    with pytest.warns(UserWarning, match=f"lightning-retrieval {command}: the model is that of .*: {named}"):
+        main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={fitted[1]}", *changed])
+
+
 def test_printed_config_can_be_read_again(tmp_path, capsys):
     _, printed, _ = run(capsys, "fit", "--config", EXAMPLE, "--print_config")
     (tmp_path / "printed.yaml").write_text(printed)
@@ -133,6 +158,17 @@ def test_printed_config_can_be_read_again(tmp_path, capsys):
     module = yaml.safe_load(printed)["model"]["init_args"]
     assert module["loss"]["init_args"]["tau"] == 0.01
     assert module["chunk_size"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["25921e05", "1E5", "1.5e3", "1e-3", "+2e7", "12345678", "007", "12:30", "2025-01-02", "on"]
+)
+def test_texts_like_numbers_stay_texts_in_the_config_of_a_run(name, tmp_path, capsys):
+    """Such as the hash of a commit, or the id of a run of Weights & Biases."""
+    printed = run(capsys, "fit", "--config", EXAMPLE, f"--trainer.logger.init_args.name={name}", "--print_config")[1]
+    assert yaml.safe_load(printed)["trainer"]["logger"]["init_args"]["name"] == name
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert run(capsys, "fit", "--config", tmp_path / "printed.yaml", "--print_config")[:2] == (0, printed)
 
 
 def printed_error(capsys, config, *options, command="fit"):
@@ -151,7 +187,39 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"max_epochs:": "max_epoch:"}, ["max_epoch"]),
         ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
         ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
-        ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+        ({"tau: 0.01": "tau: cold"}, ["\nerror: LogRankLoss: `tau` must be a number, got cold.\n"]),
+        (
+            {"lr_scheduler_interval: step": "chunk_size: Auto"},
+            ["\nerror: RetrievalModule: `chunk_size` must be an integer, 'auto', a mapping or null, got Auto.\n"],
+        ),
+        ({"T_max: 1520": "T_max: 1.52e3"}, ["\nerror: CosineAnnealingLR: `T_max` must be an integer, got 1520.0.\n"]),
+        ({"lr: 0.006": "lr: 0,006"}, ["\nerror: AdamW: `lr` must be a number, got 0,006.\n"]),
+        (
+            {"gradient_clip_val: 1.0": "gradient_clip_val: no"},
+            ["\nerror: Updates: `gradient_clip_val` must be", "False"],
+        ),
+        ({"ks: [1, 10, 100]": "ks: 1"}, ["\nerror: RetrievalEvaluation: `ks` must be a list or null, got 1.\n"]),
+        ({"before_fit: true": "before_fit: 1"}, ["\nerror: RetrievalEvaluation: `before_fit` must be true or false"]),
+        (
+            {"name: glyphs": "name: 25921e05"},
+            ["\nerror: CSVLogger: `name` must be a text or null, got 2592100000.0; write it in quotes.\n"],
+        ),
+        (
+            {"max_epochs: 40": "max_epochs: 4e1"},
+            ["\nerror: `--trainer.max_epochs` must be an integer or null, got 40.0"],
+        ),
+        (
+            {"    optimizer:": "    optimiser:"},
+            ["RetrievalModule has no argument optimiser; did you mean optimizer?\n"],
+        ),
+        (
+            {"every_n_epochs": "every-n-epochs"},
+            ["RetrievalGallery has no argument every-n-epochs; did you mean every_n"],
+        ),
+        (
+            {"every_n_epochs: 8": "colour: 8"},
+            ["\nerror: RetrievalGallery has no argument colour; it is a RetrievalGallery, whose arguments are que"],
+        ),
         (
             {"lr_scheduler_interval: step": "chunk_size: 0"},
             ["\nerror: RetrievalModule: `chunk_size` must be", "got 0."],

@@ -347,6 +347,27 @@ def test_counts_and_missing_files(tmp_path, capsys):
     assert "missing: gone.png" in out.splitlines()
 
 
+@pytest.mark.refusal
+def test_check_names_its_options_in_place_of_the_arguments_of_python(tmp_path, capsys):
+    for name in ("a/x/1.png", "b/y/1.png", "file"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name, "png")
+    for options, sentence in (
+        (["--root", tmp_path / "file"], "check: `--root` must be a folder of class folders, got .*, which is a file"),
+        (
+            ["--root", tmp_path],
+            "check: .*set --categories True .*, or --classes deepest to make a class of each folder",
+        ),
+        (["--root", tmp_path, "--test_fraction", 2], "check: `--test_fraction` must be between 0 and 1, got 2"),
+    ):
+        code, out, err = run(capsys, "check", "--data", "ImageFolder", *options)
+        lines = [line for line in err.splitlines() if not line.startswith("check: loading ")]
+        assert (code, out, len(lines)) == (2, "", 1)
+        assert re.match(sentence, lines[0]), lines
+        assert '="' not in lines[0]
+        assert "=True" not in lines[0]
+
+
 def test_check_takes_the_settings_of_a_data_module_with_the_prefix_of_fit(tmp_path, capsys):
     for number, label in enumerate("abcd"):
         (tmp_path / "deep" / label).mkdir(parents=True)
@@ -376,6 +397,24 @@ def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
     for more in (["ImageFolder", "--help"], ["Nothing"]):
         done = subprocess.run([*program, *more], capture_output=True, text=True, timeout=120)
         assert "check: loading" not in done.stderr
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--num_workers=a", "`--num_workers` must be an integer, got a."),
+        ("--test_fraction=half", "`--test_fraction` must be a number, got half."),
+        (
+            "--eval_transform=torchvision.transforms.v2.Resize --eval_transform.size=a",
+            "Resize: `size` must be an integer, a list or null, got a.",
+        ),
+    ],
+)
+def test_check_reports_an_invalid_setting_in_one_sentence(given, sentence, capsys):
+    code, _, err = run(capsys, "check", "--data=ImageFolder", "--root=photos", *given.split())
+    assert code == 2
+    assert err.splitlines()[-1] == f"lightning-retrieval check: error: {sentence} See lightning-retrieval check --help."
 
 
 def test_both_sides_of_pairs_are_counted(tmp_path, capsys):

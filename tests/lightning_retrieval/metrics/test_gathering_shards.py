@@ -159,7 +159,7 @@ def rows_of_process(this, world, rows):
 
 def pictures(metrics):
     """What callbacks show of an evaluation set."""
-    lists = metrics.query_gallery(metrics.gather()[0])
+    lists = metrics.ranking_input(metrics.gather()[0])
     nearest = nearest_images(lists, lists.query_ids.sort().values[:5], 6)
     drawn = {
         "precision": curves.mean_precision(metrics),

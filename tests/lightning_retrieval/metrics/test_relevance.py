@@ -74,7 +74,7 @@ def test_against_loops(name, with_roles, small, monkeypatch):
     metrics = RetrievalMetrics(relevance=rule, **SETTINGS)
     for part in torch.arange(IMAGES).split(40):
         metrics.update(x[part], columns[part], part, roles[part])
-    table, lists = metrics.per_query(), metrics.query_gallery(metrics.gather()[0])
+    table, lists = metrics.per_query(), metrics.ranking_input(metrics.gather()[0])
     relevant, candidate = masks_by_pairs(name, columns, columns)
     candidate &= (roles & 1 > 0)[:, None] & (roles & 2 > 0) & ~torch.eye(IMAGES, dtype=torch.bool)
     expected = ap_by_loops(x, relevant.tolist(), candidate.tolist())

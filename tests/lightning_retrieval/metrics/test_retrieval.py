@@ -1,10 +1,13 @@
 """RetrievalMetrics: its table, the values of each query, skipped queries, memory and progress; random galleries."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import average_precision_score
 from torch.nn.functional import normalize
+from torchmetrics import MetricCollection
 from tqdm import tqdm
 
 from lightning_retrieval import QueryExpansion, SharedTags
@@ -94,6 +97,10 @@ def test_per_query():
     assert means["skipped_queries"] == table["AP"].isnan().sum() > 0
     metrics.update(x, labels, ids + 1)
     assert len(metrics.per_query()["AP"]) == 78  # not the table of before
+    metrics.reset()
+    metrics(x[:20], labels[:20], ids[:20])  # which also computes the metrics of this batch alone
+    metrics(x[20:], labels[20:], ids[20:])
+    assert metrics.per_query()["ids"].tolist() == ids.sort().values.tolist()
 
 
 @pytest.mark.parametrize(
@@ -236,6 +243,33 @@ def test_both_directions_are_those_of_two_metrics_with_swapped_roles(case):
     for found, of_one in ((both.per_query(), forward), (both.per_query(reverse=True), reverse)):
         for name, values in of_one.per_query().items():
             assert torch.equal(found[name].nan_to_num(-1.0), values.nan_to_num(-1.0)), name
+
+
+@pytest.mark.parametrize("ends", ["reset", "update"])
+def test_the_values_of_queries_are_freed_when_they_no_longer_hold(ends):
+    x, labels, rows, _, _ = two_sides()
+    metrics = RetrievalMetrics(KS, reverse=True)
+    metrics.update(x, labels, **rows)
+    metrics.compute()
+    values = [weakref.ref(of_direction["AP"]) for of_direction in metrics._cached_values.values()]
+    assert len(values) == 2
+    assert all(value() is not None for value in values)
+    if ends == "reset":
+        metrics.reset()
+    else:
+        metrics.update(x, labels, **rows)
+    assert [value() for value in values] == [None, None]
+
+
+def test_values_of_queries_follow_the_states_that_a_collection_shares():
+    """In a `MetricCollection`, only the first of some metrics with equal states is updated."""
+    collection = MetricCollection({"few": RetrievalMetrics((1,)), "many": RetrievalMetrics(KS)})
+    for rows in range(1, 4):
+        collection.update(X, Y, torch.arange(4) + 4 * rows)
+        collection.compute()
+        assert [len(metrics.per_query()["AP"]) for metrics in collection.values()] == [4 * rows, 4 * rows]
+    collection.update(X, Y, torch.arange(4))
+    assert [len(metrics.per_query()["AP"]) for metrics in collection.values()] == [16, 16]
 
 
 def test_the_other_direction_must_be_asked_for():

@@ -176,7 +176,7 @@ def test_a_query_is_not_in_its_own_list():
     metrics.update(rows, torch.randint(-9, 9, (40,)), torch.arange(40))
     scores = (rows @ rows.T).fill_diagonal_(-9).tolist()
     assert numbers(metrics.compute()) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
-    ranked = metrics.query_gallery(metrics.gather()[0])
+    ranked = metrics.ranking_input(metrics.gather()[0])
     for query, right in zip(ranked.query_ids.tolist(), ranked.lists.masks(torch.arange(40))[0]):
         assert sorted(ranked.gallery_ids[right].tolist()) == sorted(lists[0][query] + lists[1][query])
 

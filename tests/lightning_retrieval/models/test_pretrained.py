@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torchvision.models import get_model
 
+from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.models import Embedder, pretrained
 from lightning_retrieval.models.pretrained import (
     are_skipped,
-    is_local_file,
     is_rebuilding,
     read_weights,
     with_pretrained_weights,
@@ -75,6 +75,19 @@ def test_invalid_files(tmp_path):
         Embedder("squeezenet1_1", weights=str(tmp_path / "w.pth"))
     with pytest.raises(FileNotFoundError, match=r"^Embedder: `weights` must be .*none.pth, which does not exist"):
         Embedder("squeezenet1_1", weights=str(tmp_path / "none.pth"))
+    (tmp_path / "folder.pth").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"^Embedder: `weights` must be .*folder.pth, which is a folder\.$"):
+        Embedder("squeezenet1_1", weights=str(tmp_path / "folder.pth"))
+
+
+@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])
+def test_complex_weights_are_refused(backbone, tmp_path):
+    state = Embedder(backbone, 8).backbone.state_dict()
+    name = next(iter(state))
+    torch.save({**state, name: state[name].to(torch.complex64)}, tmp_path / "w.pth")
+    rule = r"`weights` must be a file whose tensors are of real numbers, got .*w\.pth with torch\.complex64"
+    with pytest.raises(ValueError, match=rf"^Embedder: {rule} \({name}\)\.$"):
+        Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -6,6 +6,7 @@ import zlib
 
 import huggingface_hub
 import pytest
+import tokenizers
 import torch
 
 from lightning_retrieval.models import NgramTokenizer, TextEmbedder
@@ -54,6 +55,60 @@ def test_parameters_are_float32_unless_the_user_asks_for_another_type(kind, tmp_
             embedder = TextEmbedder(f"hf/{tmp_path}", 8, weights=weights, backbone_args=arguments)
             assert {value.dtype for value in embedder.backbone.parameters()} == {dtype}
             assert embedder(embedder.tokenizer(TEXTS)).dtype == torch.float32
+
+
+def change_json(path, **entries):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_at_the_end_that_the_tokenizer_names(side, tmp_path):
+    import transformers
+
+    write_text_folder(tmp_path, "bert")
+    change_json(tmp_path / "tokenizer_config.json", truncation_side=side)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for length in (None, 5):
+        embedder = TextEmbedder(f"hf/{tmp_path}", 8, max_length=length)
+        other = TextEmbedder(f"hf/{tmp_path}", 8)
+        other.set_extra_state(embedder.get_extra_state())
+        text = "red shoes of green velvet, a long sofa"
+        wanted = tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        for found in (embedder, other):
+            assert found.tokenizer([text]).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("of_config", [True, False])
+@pytest.mark.parametrize("of_file", [True, False])
+def test_a_tokenizer_of_bert_changes_the_case_as_transformers_does(kind, of_config, of_file, tmp_path):
+    import transformers
+
+    write_text_folder(tmp_path, "bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "RED", "é", "e"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=of_file)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind, do_lower_case=of_config)
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path)("RED é")["input_ids"]
+    assert TextEmbedder(f"hf/{tmp_path}", 8).tokenizer(["RED é"]).tolist() == [wanted]
+
+
+def test_texts_of_siglip_are_in_lower_case_whatever_its_tokenizer_does(tmp_path):
+    write_text_folder(tmp_path, "siglip")
+    file = tmp_path / "tokenizer.json"
+    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
+    assert embedder.tokenizer.text == file.read_text()  # it has lower case already
+    wanted = embedder.tokenizer(["red shoes"])
+    for normalizer in (None, {"type": "NFC"}):
+        change_json(file, normalizer=normalizer)
+        assert torch.equal(TextEmbedder(f"hf/{tmp_path}", 8).tokenizer(["RED Shoes"]), wanted)
 
 
 @pytest.mark.parametrize("kind", [*TEXT_MODELS, "ngram_net"])

@@ -132,6 +132,29 @@ def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, 
     assert not list((tmp_path / "small").glob(".*.tmp"))
 
 
+@pytest.mark.parametrize("suffix", ["gif", "png", "webp", "tif"])
+def test_the_summary_says_that_only_the_first_frame_of_an_animation_is_kept(tmp_path, capsys, suffix):
+    photos = tmp_path / "photos"
+    frames = [Image.new("RGB", (90, 80), colour) for colour in ("red", "green", "blue")]
+    for name in (f"1.{suffix}", f"2.{suffix}"):
+        photos.mkdir(exist_ok=True)
+        frames[0].save(photos / name, save_all=True, append_images=frames[1:])
+    write_image(photos / "3.png", size=(90, 80))
+    small = [frame.resize((9, 8)) for frame in frames]
+    small[0].save(photos / f"small.{suffix}", save_all=True, append_images=small[1:])
+    code, out, err = run(capsys, photos, tmp_path / "small", "--size", 40)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"{tmp_path / 'small'}: 3 images with fewer pixels, 1 copied as they are",
+        "of 2 animations or files of several pages, only the first is kept",
+    ]
+    with Image.open(tmp_path / "small" / f"1.{suffix}") as copy:
+        assert not getattr(copy, "is_animated", False)
+        assert np.abs(np.asarray(copy.convert("RGB"))[5, 5] - np.array([255, 0, 0])).max() < 9
+    with Image.open(tmp_path / "small" / f"small.{suffix}") as copy:
+        assert copy.n_frames == 3
+
+
 @pytest.mark.posix
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_that_says_how_to_continue(tmp_path):

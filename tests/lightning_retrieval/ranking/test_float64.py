@@ -69,7 +69,7 @@ def sums_of_batch(device):
 
 def drawn_images(device):
     metrics = filled("roles", device)
-    lists = metrics.query_gallery(metrics.gather()[0])
+    lists = metrics.ranking_input(metrics.gather()[0])
     chosen = choose_queries(*query_ap(metrics, lists.query_ids), 5, "hardest").to(lists.query_ids.device)
     return torch.tensor([[hit.id for hit in hits] for _, hits in nearest_images(lists, chosen, 4)])
 

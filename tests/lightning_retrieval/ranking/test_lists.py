@@ -180,7 +180,7 @@ def test_lists_of_metrics_leave_out_roles_and_join_instances(data):
     labels, roles = (torch.tensor(data.draw(of_instance))[instances] for _ in range(2))
     metrics = RetrievalMetrics((1,))
     metrics.update(torch.randn(12, 3), labels, torch.arange(12), roles, instances)
-    ranked = metrics.query_gallery(metrics.gather()[0])
+    ranked = metrics.ranking_input(metrics.gather()[0])
     queries, gallery = ranked.query_ids.tolist(), ranked.gallery_ids.tolist()
     assert sorted(queries) == [i for i in range(0, 12, 2) if roles[i] & 1]
     assert sorted(gallery) == [i for i in range(0, 12, 2) if roles[i] & 2]

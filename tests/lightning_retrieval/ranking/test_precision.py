@@ -51,7 +51,7 @@ def revisited():
 
 def images_of_a_gallery():
     metrics = filled(RetrievalMetrics((1,)))
-    return nearest_images(metrics.query_gallery(metrics.gather()[0]), torch.tensor([3, 5]), 4)
+    return nearest_images(metrics.ranking_input(metrics.gather()[0]), torch.tensor([3, 5]), 4)
 
 
 def recall_of_an_index():

@@ -192,6 +192,18 @@ def test_other_results_raise(embed, loss, error, sentence):
         chunked_backward(embed, torch.randn(4, 5), loss, 2)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("rows", "chunk_size", "cure"), [(9, 4, "take a `chunk_size`"), (1, None, "enlarge the batch")]
+)
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_batch_norm_of_a_single_row_raises(rows, chunk_size, cure, keep_graphs):
+    embed = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=f"^chunked_backward: `embed` must take a .* of one row, got .*; {cure}"):
+        chunked_backward(embed, torch.randn(rows, 5), torch.sum, chunk_size, keep_graphs=keep_graphs)
+    chunked_backward(embed.eval(), torch.randn(rows, 5), torch.sum, chunk_size, keep_graphs=keep_graphs)
+
+
 def test_a_constant_loss_has_a_gradient_of_zero():
     embed = nn.Linear(2, 2)
     assert chunked_backward(embed, torch.ones(3, 2), lambda y: torch.zeros(()), 2) == 0

@@ -206,6 +206,28 @@ def test_equal_batches_raise_on_all_processes_and_batches_of_their_own_do_not(wo
             assert steps == (3 if "rows one by one" in case else 0), case
 
 
+def runs_with_other_samplers(this, world):
+    """By case, the message and the number of steps of a run whose processes have different samplers."""
+    cases = {
+        "other seeds": lambda: PKSampler(LABELS, classes_per_batch=4, samples_per_class=2, seed=this),
+        "other labels": lambda: PKSampler(LABELS.roll(this), classes_per_batch=4, samples_per_class=2),
+        "no classes": lambda: RandomBatchSampler(SIZE, batch_size=8, seed=this),
+    }
+    found = {}
+    for name, sampler in cases.items():
+        for has_ids in (False, True):
+            found[name, has_ids] = run_fit(Drawn(), RetrievalDataLoader(Items(has_ids), sampler()), world)
+    return found
+
+
+def test_parts_of_different_global_batches_raise_on_all_processes(run_processes):
+    for found in run_processes(runs_with_other_samplers, 2, backend=None):
+        for case, (message, steps) in found.items():
+            assert message.startswith("RetrievalDataLoader: all processes must draw the same global batches"), case
+            assert "the same `seed`" in message
+            assert steps == 0
+
+
 class Augmented(Items):
     """Items with random transforms, which differ between the processes."""
 

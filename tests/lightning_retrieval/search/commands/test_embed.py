@@ -336,6 +336,7 @@ def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_cla
 
 def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):
     path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
+    (tmp_path / "none").mkdir()
     arguments = ["index", f"--checkpoint={path}", f"--images={tmp_path / 'none'}", f"--output={tmp_path / 'index'}"]
     for option in ([], [f"--import_module={planted[0]}"]):
         with pytest.raises(SystemExit, match=r"^2$"):

@@ -45,6 +45,16 @@ def exported(glyphs, tmp_path_factory):
     return folder
 
 
+def test_images_for_int8_may_be_a_table_with_other_names(glyphs, tmp_path, capsys):
+    images = glyphs[0] / "images"
+    rows = [f"{path};{position // 4}" for position, path in enumerate(paths_of(images))]
+    (tmp_path / "list.csv").write_text("\n".join(["path;class", *rows]))
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--output={tmp_path / 'out'}", "--int8", f"--root={images}"]
+    args += [f"--images={tmp_path / 'list.csv'}", "--columns=image=path,label=class", "--delimiter=;"]
+    main(["export", *args])
+    assert "R@1 of int8 on 40 images: " in capsys.readouterr().out
+
+
 def pixels_of(glyphs, preparation):
     """All images as the programs take them."""
     images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]

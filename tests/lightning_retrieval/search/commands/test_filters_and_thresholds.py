@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,21 @@ def test_images_without_a_row_of_metadata_are_kept_if_wanted(glyphs, tmp_path, c
     (found,) = json.loads(command(capsys, *searching, "--group_by=price")[1])["queries"]
     assert len(found["results"]) == 21
     assert [hit["metadata"]["price"] for hit in found["results"]].count(None) == 1
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("of_table", "of_file"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_name_in_another_unicode_form_is_told_from_a_missing_row(tmp_path, of_table, of_file):
+    """Programs of macOS write such names, which look the same."""
+    files = [unicodedata.normalize(of_file, name) for name in ("größe.png", "a.png")]
+    table = tmp_path / "t.csv"
+    table.write_text(f"image,price\n{unicodedata.normalize(of_table, files[0])},1\na.png,2\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"1 of 2 images are missing.*; write .* in the same Unicode form as the names"
+    ):
+        read_metadata(table, files)
+    with pytest.raises(ValueError, match=r"1 of 3 images are missing, such as 'new\.png'; add them, or give"):
+        read_metadata(table, [unicodedata.normalize(of_table, files[0]), "a.png", "new.png"])
 
 
 @pytest.mark.refusal

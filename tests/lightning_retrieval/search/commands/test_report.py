@@ -265,6 +265,21 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, hostile, tmp_pat
     assert message.startswith("report: `--checkpoint`")
 
 
+def test_only_an_earlier_page_and_its_table_are_replaced(glyphs, hostile, tmp_path, capsys):
+    args = reporting(glyphs[0] / "model.ckpt", hostile, tmp_path / "a.html")
+    (tmp_path / "a.html").touch()  # an empty file, as a program makes to reserve a name
+    assert command(capsys, *args)[0] == 0
+    first = (tmp_path / "a.html").read_bytes()
+    assert command(capsys, *args)[0] == 0  # its own page and table
+    assert (tmp_path / "a.html").read_bytes() == first
+    for content in ("<!DOCTYPE html><title>Report: mine</title>", "notes"):
+        (tmp_path / "a.html").write_text(content)
+        message = error_of(capsys, *args)
+        rule = "report: `--output` must be a new file, or a page that `report` wrote"
+        assert message == f"{rule}, got {tmp_path / 'a.html'}, which is another file; give another path.\n"
+        assert (tmp_path / "a.html").read_text() == content
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("columns", "rows", "message"),

@@ -135,6 +135,9 @@ def test_an_index_is_searched_with_its_model_and_its_preparation_only(glyphs, in
     assert error_of(capsys, *args, *more).startswith(message)
 
 
+OLD_PAGE = '<meta name="generator" content="lightning-retrieval search">old'
+
+
 @pytest.fixture
 def search_to(indexed, capsys):
     """Search for one image with `--html` and return the exit code, the output and the error output."""
@@ -172,7 +175,7 @@ def test_page_follows_a_symbolic_link(search_to, tmp_path):
         assert page.is_symlink()
         assert "Search results" in target.read_text(encoding="utf-8")
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "page.html", "target.html"]
-        target.write_text("old")
+        target.write_text(target.read_text(encoding="utf-8").replace("Search results", "old"), encoding="utf-8")
 
 
 def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(search_to, tmp_path, monkeypatch):
@@ -180,7 +183,7 @@ def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(search_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     page = tmp_path / "page.html"
-    page.write_text("old")
+    page.write_text(OLD_PAGE)
     with monkeypatch.context() as patch:
         patch.setattr("lightning_retrieval.search.commands.search.result_page", lambda *args: ("\ud800" * 100_000, []))
         assert search_to(page)[0] == 2
@@ -190,7 +193,7 @@ def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(search_
         "unchanged, so free space on the disk and save again.\n"
     )
     assert search_to(page) == (2, "", message)
-    assert page.read_text() == "old"
+    assert page.read_text() == OLD_PAGE
     assert os.listdir(tmp_path) == ["page.html"]
 
 
@@ -206,6 +209,18 @@ def test_default_is_ten_results_or_all_if_there_are_fewer(indexed, tmp_path, cap
     assert (code, err) == (0, "")
     assert len(json.loads(out)["queries"][0]["results"]) == 5
     assert "5 nearest of 5 images" in page.read_text(encoding="utf-8")
+
+
+def test_only_an_earlier_page_is_replaced(indexed, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    args = ["search", indexed / "images" / STRANGE_NAME, "--index", indexed / "index", "--html", page]
+    assert [command(capsys, *args)[0] for _ in range(2)] == [0, 0]
+    for content in (b"<!DOCTYPE html>mine", page.read_bytes().replace(b"retrieval search", b"retrieval report")):
+        page.write_bytes(content)
+        code, _, err = command(capsys, *args)
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith(f"search: `--html` must be a new file, or a page that `search` wrote, got {page}, which")
+        assert page.read_bytes() == content
 
 
 def test_search_parameters_replace_those_of_the_index(indexed, tmp_path, capsys):

@@ -257,6 +257,33 @@ def test_what_is_not_a_condition(where, reason):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("where", "cure"),
+    [
+        ("brand = 'a'", "write == for equal"),
+        ("brand === 'a'", "write == for equal"),
+        ("brand is 'a'", "write == for equal"),
+        ("brand <> 'a'", "write != for not equal"),
+        ("stock => 3", "write >= and <= for an order"),
+        ("brand == 'a' AND stock > 1", "write and in place of & and AND"),
+        ("brand == 'a' && stock > 1", "write and in place of & and AND"),
+        ("brand == 'a' || stock > 1", "write or in place of | and OR"),
+        ("NOT brand == 'a'", "write not in place of ! and NOT"),
+        ("!(brand == 'a')", "write not in place of ! and NOT"),
+        ("brand IN ['a']", "write in for one of several values"),
+        ("brand == a", "write text in quotes, such as 'a'"),
+        ("brand == 'a = b AND c' or", None),
+        ("stock == nan", None),
+        ("stock in 3", None),
+    ],
+)
+def test_a_condition_in_another_language_is_answered_with_the_spelling_of_this_one(where, cure):
+    with pytest.raises(ValueError, match=r"^`where` must be a condition such as ") as error:
+        parse_where(where, KINDS)
+    assert str(error.value).partition("; ")[2] == (f"{cure}." if cure else "")
+
+
+@pytest.mark.refusal
 def test_conditions_and_groups_of_another_index_raise(make):
     index = make({"number": list(range(ROWS))})
     owner = type(index).__name__

@@ -1,0 +1,53 @@
+"""Checks of what a user gives to a command: files and numbers. No torch is imported, so that they are made first."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_retrieval.invalid import InvalidValue, MissingFile
+
+FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
+PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
+RULE_OF_CHECKPOINT = "must be a checkpoint that training wrote, or the folder of its runs"
+
+
+def check_model_exists(checkpoint: Path) -> None:
+    """Raise unless there is a file or a folder, or a complete checkpoint that is about to get this name."""
+    is_pending = os.path.lexists(checkpoint.with_name(checkpoint.name + PENDING))
+    if not (checkpoint.is_file() or checkpoint.is_dir() or is_pending):
+        got = f"{checkpoint}, which does not exist"
+        raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got)
+
+
+def is_local_file(weights: str | None) -> bool:
+    """Whether `weights` is the path of an existing file, or a path with the suffix of a file of weights."""
+    if not isinstance(weights, str):
+        return False
+    return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
+
+
+def check_weights_exist(weights: Path) -> None:
+    """Raise unless there is a file of weights."""
+    if weights.is_file():
+        return
+    what = "does not exist"
+    if weights.is_dir():
+        what = "is a folder"
+    elif weights.exists():
+        what = "is no regular file"
+    raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which {what}")
+
+
+def check_images_exist(folder: Path) -> None:
+    """Raise unless there is a folder of images."""
+    if not folder.is_dir():
+        raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
+
+
+def check_integers(options: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Raise if an option that is given is below its least value."""
+    for name, limit in least.items():
+        value = getattr(options, name, None)
+        if value is not None and value < limit:
+            raise InvalidValue(f"must be an integer >= {limit}", argument=name, got=value)
