@@ -355,9 +355,10 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     assert torch.isfinite(torch.tensor(found.column("train/loss"))).all()
 
 
-# test_study.py, test_compare.py, test_configs.py, test_papers.py and test_reproduced_figures.py test the others.
+# test_study.py, test_compare.py, test_configs.py, test_papers.py, test_home_page.py and test_reproduced_figures.py test
+# the others.
 UNTESTED_HERE = {"README.md", "compare.py", "hours.py", "intervals.py", "results_file.py"}
-UNTESTED_HERE |= {"papers.py", "papers.yaml", "figures.py"}
+UNTESTED_HERE |= {"papers.py", "papers.yaml", "figures.py", "home_pictures.py"}
 UNTESTED_HERE.update(path.name for path in EXAMPLES.glob("study*.py"))
 
 
