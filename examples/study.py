@@ -2,7 +2,8 @@
 
     python examples/study.py [--experiments tau batch_size] [--seeds 0 1 2] [--jobs 2] [--output docs/study]
 
-Some experiments also need the emoji: `python examples/emoji.py emoji`.
+Some experiments also need the emoji, `python examples/emoji.py emoji`, or the photographs,
+`python examples/photographs.py photographs`.
 
 The result of a run is one line of `results.jsonl` in the output folder. Its key is a hash of all settings of the run
 and of its seed. A run that is in the file is not repeated: a study that was killed continues where it stopped,
@@ -130,6 +131,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="number of parallel runs; default one for each core, one on a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--emoji", type=Path, default=Path("emoji"), help="the folder that emoji.py wrote")
+    parser.add_argument(
+        "--photographs", type=Path, default=Path("photographs"), help="the folder that photographs.py wrote"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the test set, to try it out")
     parser.add_argument("--report", action="store_true", help="run nothing, write the page again")
     options = parser.parse_args(arguments)
@@ -163,7 +167,8 @@ def run_all(missing: Sequence[Run], total: int, results: dict[str, Any], options
     """Run what is missing, write each result as soon as it is known, and return the number of runs that failed."""
     file = options.output / "results.jsonl"
     failed = 0
-    place = Place(options.device, options.emoji, options.output / "weights")
+    folders = {"emoji": options.emoji, "photographs": options.photographs}
+    place = Place(options.device, folders, options.output / "weights")
     # Without smoothing, the estimate of the remaining time is based on all runs of this call.
     with tqdm(total=total, initial=total - len(missing), unit="run", smoothing=0, disable=not missing) as bar:
         for (setting, seed), outcome in outcomes(missing, options.jobs, place):

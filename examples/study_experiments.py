@@ -35,14 +35,15 @@ class Setting:
     images: int = 40_000  # number of training images over all batches; 0 for the untrained network
     lr: float = 0.002
     width: int = 16  # channels of the first layer of the network
-    dim: int = 128
+    dim: int | None = 128  # None: the features of the pretrained network, without a head
     pooling: Literal["gem", "avg", "max", "flatten"] = "gem"
     weight_decay: float = 0.01
     test_batches: int | None = None  # number of test batches of 512 images; None for the whole test set
-    data: Literal["glyphs", "emoji"] = "glyphs"
+    data: Literal["glyphs", "emoji", "photographs"] = "glyphs"
     network: Literal["GlyphNet", "head", "last stages"] = "GlyphNet"  # what is trained of a pretrained network
     start: "Setting | None" = None  # whose network, trained with the same seed, is trained on; None: random weights
     held_out: bool = False  # whether a part of the training classes is held out, and evaluated instead of the test set
+    trained_classes: bool = False  # whether an untrained image of each training class queries its trained ones instead
     loss_scale: float = 1.0  # factor of the loss, which changes how much of a gradient is clipped
     first_loss: str | None = None  # with which the first fifth of the steps is trained; None: `loss`
     first_args: Mapping[str, Any] = field(default_factory=dict)  # its parameters that differ from the defaults

@@ -1,4 +1,4 @@
-"""Runs of `study.py` from a pretrained network, whose frozen part is applied to each emoji once for all runs.
+"""Runs of `study.py` from a pretrained network, whose frozen part is applied to each image once for all runs.
 
 The network is EfficientNet-Lite0 with the ImageNet weights that the extra `offline-weights` installs. A run trains a
 head on its features, or its last two stages.
@@ -20,7 +20,7 @@ FROZEN_STAGES = 5  # of the seven
 FEATURE_DIM = 1280
 BATCH_SIZE = 100
 
-Table = dict[str, Tensor]  # by the path of an image in the folder of the emoji
+Table = dict[str, Tensor]  # by the path of an image in the folder of its data set
 
 
 def pretrained() -> Embedder:
@@ -45,37 +45,36 @@ def last_stages(network: Any) -> nn.Sequential:
     return nn.Sequential(network.blocks[FROZEN_STAGES:], network.conv_head, network.bn2)
 
 
-def stored_inputs(network: str, emoji: Path, folder: Path) -> Table:
-    """Return what the trained part of a network gets for each emoji; the first call computes and stores it.
+def stored_inputs(network: str, root: Path, file: Path) -> Table:
+    """Return what the trained part of a network gets for each image; the first call computes and stores it.
 
     Args:
         network: `"head"` or `"last stages"`.
-        emoji: the folder that emoji.py wrote.
-        folder: where the tables are stored.
+        root: the folder that emoji.py or photographs.py wrote.
+        file: where the table is stored.
     """
-    file = folder / f"{network.replace(' ', '_')}.pt"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        torch.save(compute_inputs(network, emoji), part)
+        torch.save(compute_inputs(network, root), part)
         os.replace(part, file)
     names, rows = torch.load(file, weights_only=True, mmap=True).values()
     return dict(zip(names, rows))
 
 
 @torch.no_grad()
-def compute_inputs(network: str, emoji: Path) -> dict[str, Any]:
-    """Apply the frozen part of a network to each emoji."""
+def compute_inputs(network: str, root: Path) -> dict[str, Any]:
+    """Apply the frozen part of a network to each image of a folder."""
     embedder = pretrained()
     frozen = frozen_stages(embedder.backbone.model)
     if network == "head":
         frozen = nn.Sequential(frozen, last_stages(embedder.backbone.model), embedder.pool)
-    files = sorted(emoji.rglob("*.png"))
+    files = sorted(file for file in root.rglob("*") if file.is_file())
     rows = []
     for start in tqdm(range(0, len(files), BATCH_SIZE), desc=f"Frozen part before the {network}"):
         images = [embedder.preparation(open_image(file)) for file in files[start : start + BATCH_SIZE]]
         rows.append(frozen(torch.stack(images)))
-    return {"names": [file.relative_to(emoji).as_posix() for file in files], "rows": torch.cat(rows)}
+    return {"names": [file.relative_to(root).as_posix() for file in files], "rows": torch.cat(rows)}
 
 
 def trained_part(network: str) -> tuple[nn.Module, int]:

@@ -93,6 +93,7 @@ class Task:
 
 
 HEAD = replace(BASE, data="emoji", network="head", pooling="avg")
+PHOTOGRAPHS = replace(HEAD, data="photographs", images=20_000)
 LAST_STAGES = replace(BASE, data="emoji", network="last stages", freeze_batch_norm=True, images=6_400)
 TASKS = {
     "glyphs": Task("random weights on Glyphs", BASE),
@@ -104,7 +105,14 @@ TASKS = {
         rates=(0.0001, 0.0002, 0.0005, 0.001),
         arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON, FIRST_PAIRS_LOG_RANK),
     ),
+    "photographs": Task(
+        "a head on photographs",
+        PHOTOGRAPHS,
+        rates=(0.0002, 0.0005, 0.001, 0.002),
+        arms=(SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON),
+    ),
 }
+TRAINED_CLASSES = ("head", "photographs")  # tasks that also ask for retrieval among trained classes
 SWEPT = ("glyphs", "emoji", "head")  # tasks on which temperatures are tried
 
 
@@ -165,6 +173,40 @@ def leaders(title: str, task: str, chosen: Mapping[str, Setting]) -> Experiment:
         claims,
         seeds=range(20, 30),
         chosen_by=f"choice_{task}",
+    )
+
+
+def among_trained(task: Task, name: str, chosen: Mapping[str, Setting]) -> Experiment:
+    """Return the comparison of losses by other images of the classes on which they are trained."""
+    rows = {}
+    for arm in (SMOOTH_AP, LOG_RANK, MULTI_SIMILARITY, SUP_CON):
+        rows[arm] = replace(chosen[arm], trained_classes=True)
+    return Experiment(
+        f"Among trained classes: {task.title}",
+        "One image of each training class, drawn at random, is not trained on. It queries the images of all training "
+        "classes that are. Each loss has the setting that was chosen above on classes without training, so nothing is "
+        "tuned for this question.",
+        {"": rows},
+        comparisons(list(rows)),
+        seeds=SEEDS,
+        chosen_by=f"choice_{name}",
+    )
+
+
+def without_training() -> Experiment:
+    """Return the evaluation of the pretrained network's features, without a head and without training."""
+    rows = {}
+    for name in TRAINED_CLASSES:
+        features = replace(TASKS[name].base, dim=None, images=0)
+        rows[f"{TASKS[name].title}, test classes"] = features
+        rows[f"{TASKS[name].title}, trained classes"] = replace(features, trained_classes=True)
+    return Experiment(
+        "Without training",
+        "The features of the pretrained network, which the heads of the sections above get.",
+        {"": rows},
+        [],
+        seeds=(CHOICE_SEED,),
+        plotted=False,
     )
 
 
@@ -305,10 +347,13 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             seeds=task.seeds,
             chosen_by=f"choice_{name}",
         )
+        if name in TRAINED_CLASSES:
+            experiments[f"trained_{name}"] = among_trained(task, name, chosen)
         if name in SWEPT:
             experiments[f"leaders_{name}"] = leaders(task.title, name, chosen)
         if name == "glyphs":
             experiments["log_rank_per_class"] = images_of_each_class(chosen)
         if name == "head":
             experiments |= long_lists(chosen, results)
+    experiments["untrained"] = without_training()
     return experiments

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,12 +31,13 @@ from lightning_retrieval.datamodules import (
     item_generator,
 )
 from lightning_retrieval.datamodules.glyphs.glyphs import random_affine
+from lightning_retrieval.datamodules.image_index import ROLES
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import GlyphNet, Preparation
 
-IMAGE_SIZE = 32  # of the emoji, as that of the glyphs
+IMAGE_SIZE = 32  # of pictures from a folder, as that of the glyphs
 FIRST_STEPS = 0.2  # of all, with the first loss
-HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; Glyphs always holds some out
+HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; the others always hold some out
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Place:
     """Where runs are done: the same setting gives the same result in another place, up to rounding."""
 
     accelerator: str
-    emoji: Path  # the folder that emoji.py wrote
+    folders: Mapping[str, Path]  # the folders that emoji.py and photographs.py wrote, by the names of the data sets
     weights: Path  # folder of the networks from which other runs start, and of what frozen parts of networks give
 
 
@@ -80,7 +81,11 @@ class SmallImages(ImageSet):
         if self.augment:
             random = torch.stack([torch.rand(6, generator=item_generator(index)) for index in indices])
             images = 1 - random_affine(1 - images, random)  # the background is white
-        return [{"images": x, "labels": self.labels[i], "ids": torch.tensor(int(i))} for x, i in zip(images, indices)]
+        rows = torch.tensor(indices)
+        columns = {"images": images, "labels": self.labels[rows], "ids": rows}
+        if self.index.roles is not None:
+            columns["roles"] = torch.from_numpy(self.index.roles)[rows]
+        return [{name: values[row] for name, values in columns.items()} for row in range(len(rows))]
 
     def prepare(self, index: int) -> torch.Tensor:
         file = self.file(index)
@@ -98,8 +103,14 @@ class StoredInputs(SmallImages):
         return self.table[self.file(index).relative_to(self.root).as_posix()]
 
 
-class Emoji(ImageFolder):
-    """The emoji, with the augmentation of `Glyphs`; or stored inputs of a pretrained network's trained part."""
+class Pictures(ImageFolder):
+    """Emoji or photographs, with the augmentation of `Glyphs`; or stored inputs of a pretrained network's trained part.
+
+    Args:
+        root: the folder that emoji.py or photographs.py wrote.
+        table: the stored inputs.
+        arguments: keyword arguments of `ImageFolder`.
+    """
 
     def __init__(self, root: Path, table: Table | None = None, **arguments: Any) -> None:
         preparation = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE, mean=(0, 0, 0), std=(1, 1, 1))
@@ -119,6 +130,33 @@ class Emoji(ImageFolder):
         return images
 
 
+class AmongTrained(Pictures):
+    """Pictures of which one of each training class is not trained on; these query the others, in place of the test set.
+
+    A class with a single picture is trained on, and has no query.
+    """
+
+    @cached_property
+    def queries(self) -> np.ndarray[Any, Any]:
+        """Whether each picture of the training classes is a query; they are the same for all seeds of runs."""
+        labels = self.splits["train"].labels
+        order = np.random.default_rng(0).permutation(len(labels))
+        _, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
+        queries = np.zeros(len(labels), dtype=bool)
+        queries[order[first[counts > 1]]] = True
+        return queries
+
+    @cached_property
+    def train_set(self) -> ImageSet:
+        return self.image_set(self.splits["train"][~self.queries], self.train_transform)
+
+    @cached_property
+    def test_set(self) -> ImageSet:
+        index = self.splits["train"][:]
+        index.roles = np.where(self.queries, ROLES["query"], ROLES["gallery"]).astype(np.uint8)
+        return self.evaluation_set("test", index)
+
+
 def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
     """Create the data module of a setting, with its batch sampler."""
     arguments: dict[str, Any] = {
@@ -126,12 +164,17 @@ def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
         "samples_per_class": setting.per_class,
         "seed": seed,
     }
-    if setting.data == "emoji":
-        if setting.held_out:
+    if setting.data != "glyphs":
+        root = place.folders[setting.data]
+        if setting.held_out and setting.data == "emoji":
             arguments["val_fraction"] = HELD_OUT
         if setting.network != "GlyphNet":
-            arguments["table"] = stored_inputs(setting.network, place.emoji, place.weights)
-        return Emoji(place.emoji, sampler=setting.sampler, **arguments)
+            name = f"{setting.data}_{setting.network.replace(' ', '_')}.pt"
+            arguments["table"] = stored_inputs(setting.network, root, place.weights / name)
+        pictures = AmongTrained if setting.trained_classes else Pictures
+        return pictures(root, sampler=setting.sampler, **arguments)
+    if setting.trained_classes:
+        raise ValueError("trained_classes=True must be with data='emoji' or 'photographs', got 'glyphs'")
     data = Glyphs(**arguments)
     labels = data.train_set.labels
     if setting.sampler == "category":
@@ -180,7 +223,7 @@ def make_embedder(setting: Setting) -> Embedder:
     if setting.network != "GlyphNet":
         backbone, feature_dim = trained_part(setting.network)
         return Embedder(backbone, setting.dim, feature_dim=feature_dim, **arguments)
-    channels = {"glyphs": 1, "emoji": 3}[setting.data]
+    channels = 1 if setting.data == "glyphs" else 3
     backbone = GlyphNet(setting.width, channels)
     if setting.pooling == "flatten":
         backbone = nn.Sequential(backbone, nn.Flatten())
@@ -259,7 +302,7 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
 
 
 def evaluate(setting: Setting, module: RetrievalModule, trainer: pl.Trainer, data: RetrievalDataModule) -> Any:
-    """Return the metrics of the test set, or of the training classes that were held out."""
+    """Return the metrics of the test set, or of the other classes or images that a setting evaluates instead."""
     metrics = RetrievalMetrics(ks=(1,))
     loader = data.test_dataloader()
     if setting.held_out:

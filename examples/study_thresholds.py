@@ -34,7 +34,7 @@ COLUMNS = ("mAP", "threshold", "false-match rate", "miss rate")
 def measure(loss: str, seed: int, images: int) -> dict[str, float]:
     """Train with one loss and one seed; the figures of the classes on which the threshold was not chosen."""
     setting = Setting(loss=loss, images=images, lr=GLYPHS_RATES[loss])
-    module, (trainer, data) = train(setting, seed, Place("cpu", Path("emoji"), Path("weights")))
+    module, (trainer, data) = train(setting, seed, Place("cpu", {}, Path("weights")))
     chosen_on, measured_on = RetrievalMetrics(ks=(1,)), RetrievalMetrics(ks=(1,))
     outputs: Any = trainer.predict(module, data.test_dataloader())
     for output in outputs:

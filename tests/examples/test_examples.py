@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 from base64 import b64encode
+from collections import Counter
 from pathlib import Path
 from urllib.error import URLError
 
@@ -354,9 +355,10 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     assert torch.isfinite(torch.tensor(found.column("train/loss"))).all()
 
 
-# test_study.py, test_compare.py, test_configs.py, test_papers.py and test_reproduced_figures.py test the others.
+# test_study.py, test_compare.py, test_configs.py, test_papers.py, test_home_page.py and test_reproduced_figures.py test
+# the others.
 UNTESTED_HERE = {"README.md", "compare.py", "hours.py", "intervals.py", "results_file.py"}
-UNTESTED_HERE |= {"papers.py", "papers.yaml", "figures.py"}
+UNTESTED_HERE |= {"papers.py", "papers.yaml", "figures.py", "home_pictures.py"}
 UNTESTED_HERE.update(path.name for path in EXAMPLES.glob("study*.py"))
 
 
@@ -448,6 +450,97 @@ def test_emoji_become_a_folder_with_categories(emoji, tmp_path, capsys):
     with pytest.raises(SystemExit):
         emoji()
     assert "folder must not exist yet" in capsys.readouterr().err
+
+
+@pytest.fixture
+def photographs():
+    with imported(EXAMPLES, "photographs") as script:
+        yield script
+
+
+def noise(width, height):
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def test_photographs_become_changed_views_of_tiles(photographs, tmp_path):
+    """Two photographs: of 2 x 3 tiles of which two are plain, and of 5 x 5 tiles of which 20 are taken."""
+    partly_plain = noise(700, 450)
+    partly_plain.paste((90, 120, 200), (0, 0, 440, 220))
+    files = {}
+    for name, picture in (("sky", partly_plain), ("wall", noise(1_110, 1_100))):
+        files[name] = tmp_path / f"{name}.png"
+        picture.save(files[name])
+    contents = []
+    for folder, seed in (("first", 0), ("again", 0), ("other", 1)):
+        assert photographs.write_views(files, tmp_path / folder, seed) == 4 + 20
+        found = {}
+        for file in (tmp_path / folder).rglob("*.jpg"):
+            found[file.relative_to(tmp_path / folder).as_posix()] = file.read_bytes()
+        contents.append(found)
+    assert contents[0] == contents[1]
+    assert set(contents[0].values()).isdisjoint(contents[2].values())
+    tiles, splits = {}, {}
+    for path in contents[0]:
+        split, name, tile, _ = path.split("/")
+        tiles.setdefault((name, tile), []).append(path)
+        splits.setdefault(name, set()).add(split)
+        with Image.open(tmp_path / "first" / path) as view:
+            assert (view.size, view.mode, view.format) == ((96, 96), "RGB", "JPEG")
+    assert [len(views) for views in tiles.values()] == [8] * 24
+    assert sorted(map(sorted, splits.values())) == [["test"], ["train"]]
+
+
+def test_a_photograph_is_reduced_before_it_is_cut_into_tiles(photographs):
+    tiles = photographs.tiles_of(noise(3_600, 460), np.random.default_rng(0))
+    assert [tile.size for tile in tiles] == [(220, 220)] * 8
+
+
+def test_each_photograph_has_one_split(photographs):
+    names = [f"photograph {number}" for number in range(38)]
+    splits = photographs.split_of_each(names, 0)
+    assert splits == photographs.split_of_each(names[::-1], 0)
+    assert splits.keys() == set(names)
+    assert Counter(splits.values()) == {"train": 17, "val": 4, "test": 17}
+    assert splits != photographs.split_of_each(names, 1)
+
+
+def test_a_view_shows_nothing_beside_its_tile(photographs):
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        view = photographs.view_of(Image.new("RGB", (220, 220), "white"), random)
+        for least, most in view.getextrema():
+            assert most - least <= 1
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg")
+def test_photographs_of_debian_packages(photographs, tmp_path, monkeypatch, capsys):
+    """A package that dpkg builds here, in place of those that apt-get would download; then another one."""
+    content = tmp_path / "content"
+    (content / "DEBIAN").mkdir(parents=True)
+    fields = {"Package": "pictures", "Version": "1", "Architecture": "all", "Maintainer": "a", "Description": "b"}
+    (content / "DEBIAN" / "control").write_text("".join(f"{name}: {value}\n" for name, value in fields.items()))
+    (content / "usr").mkdir()
+    for name in ("wall", "floor", "drawn"):
+        noise(440, 450 + len(name)).save(content / "usr" / f"{name}.png")
+    file = tmp_path / "pictures_1_all.deb"
+    subprocess.run(["dpkg-deb", "--root-owner-group", "--build", content, file], check=True, stdout=subprocess.DEVNULL)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    package = photographs.Package("1", digest, "usr/{}.png", ("wall", "floor"))
+    monkeypatch.setattr(photographs, "PACKAGES", {"pictures": package})
+    monkeypatch.setattr(photographs, "download", lambda name, package, folder: file)
+    monkeypatch.setattr(sys, "argv", ["photographs.py", str(tmp_path / "photographs")])
+    photographs.main()
+    assert capsys.readouterr().out == f"64 images of 8 tiles in {tmp_path / 'photographs'}\n"
+    assert {path.name for path in (tmp_path / "photographs").glob("*/*")} == {"wall", "floor"}
+    with pytest.raises(SystemExit):
+        photographs.main()
+    assert "folder must not exist yet" in capsys.readouterr().err
+    file.write_bytes(file.read_bytes() + b"more")
+    monkeypatch.setattr(sys, "argv", ["photographs.py", str(tmp_path / "others")])
+    with pytest.raises(SystemExit):
+        photographs.main()
+    assert "pictures_1_all.deb must be the package that this script knows" in capsys.readouterr().err
+    assert not (tmp_path / "others").exists()
 
 
 def test_training_by_rules_is_compared_with_training_without_them(tmp_path, capsys):

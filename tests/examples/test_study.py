@@ -113,7 +113,7 @@ def test_a_run_records_the_begin_of_its_memory(study, tmp_path):
     """Two batches of 32 in a memory of 64, which begins with any drift."""
     setting = study.Setting(classes=8, images=160, memory=64, memory_start=1.9, test_batches=1)
     runs = importlib.import_module("study_runs")
-    result = runs.run(setting, 0, runs.Place("cpu", tmp_path, tmp_path))
+    result = runs.run(setting, 0, runs.Place("cpu", {}, tmp_path))
     assert result["memory_begin"] == 2
     assert list(result["drift"]) == ["2", "4"]
     assert 0 < result["drift"]["2"] < 1.9
@@ -283,7 +283,7 @@ def place(study, tmp_path):
         for maker in ("apple", "google", "twitter"):
             pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{maker}.png")
-    return study.Place("cpu", tmp_path / "emoji", tmp_path / "weights")
+    return study.Place("cpu", {"emoji": tmp_path / "emoji"}, tmp_path / "weights")
 
 
 def small(study, **arguments):
@@ -307,12 +307,13 @@ def test_a_run_starts_from_the_network_that_another_setting_trains(study, place)
 def test_a_pretrained_network_is_trained_from_stored_inputs(study, place, network):
     """The stored inputs followed by the trained part are the pretrained network; a run trains only this part."""
     features = importlib.import_module("study_features")
-    table = features.stored_inputs(network, place.emoji, place.weights)
+    root = place.folders["emoji"]
+    table = features.stored_inputs(network, root, place.weights / "table.pt")
     assert len(table) == 24
     backbone, _ = features.trained_part(network)
     whole = features.pretrained()
     for name in ("category 0/class 2/google.png", "category 1/class 7/apple.png"):
-        image = whole.preparation(Image.open(place.emoji / name))[None]
+        image = whole.preparation(Image.open(root / name))[None]
         stored = backbone.eval()(table[name][None])
         if network == "last stages":
             stored = whole.pool(stored)
@@ -333,6 +334,91 @@ def test_classes_that_are_held_out(study, place):
         classes.append({Path(path).parent.name for path in images.index.paths})
     assert [len(names) for names in classes] == [3, 1, 4]
     assert len(set().union(*classes)) == 8
+
+
+def test_photographs_are_split_by_their_folders(study, tmp_path):
+    """A photograph is a category; the split val stands for the classes that are held out."""
+    photographs = importlib.import_module("photographs")
+    sources = noise_photographs(tmp_path, 10)
+    photographs.write_views(sources, tmp_path / "views")
+    place = study.Place("cpu", {"photographs": tmp_path / "views"}, tmp_path / "weights")
+    for held_out in (False, True):
+        data = study.study_runs.make_data(study.Setting(data="photographs", held_out=held_out), 0, place)
+        of_splits = []
+        for images in (data.train_set, data.val_set, data.test_set):
+            of_splits.append({Path(path).parts[1] for path in images.index.paths})
+            assert all(np.bincount(images.labels) == 8)
+        assert [len(names) for names in of_splits] == [5, 1, 4]
+        assert set().union(*of_splits) == sources.keys()
+
+
+def noise_photographs(folder, number):
+    """Write photographs of four tiles that show noise; returns their files by their names."""
+    files = {}
+    for name in [f"photograph {position}" for position in range(number)]:
+        pixels = np.random.default_rng(len(files)).integers(0, 256, (440, 450, 3), dtype=np.uint8)
+        files[name] = folder / f"{name}.png"
+        Image.fromarray(pixels).save(files[name])
+    return files
+
+
+def test_untrained_images_of_trained_classes_query_the_trained_ones(study, place):
+    """Metrics of a plain loop over the files that were not trained on, one of each training class."""
+    setting = small(study, trained_classes=True)
+    module, (trainer, data) = study.study_runs.train(setting, 0, place)
+    values = study.study_runs.evaluate(setting, module, trainer, data)
+    root = place.folders["emoji"]
+    trained = {root / path for path in data.train_set.index.paths}
+    classes = {file.parent for file in trained}
+    queries = {file for folder in classes for file in folder.iterdir()} - trained
+    assert {file.parent for file in queries} == classes
+    assert len(queries) == len(classes) == 4
+    assert len(trained) == 8
+    module.eval()
+    embeddings = {}
+    for file in trained | queries:
+        with torch.no_grad():
+            row = module.embedder(data.eval_transform(Image.open(file))[None])[0]
+        embeddings[file] = (row / row.norm()).tolist()
+    expected = {"mAP": 0.0, "R@1": 0.0, "mAP@R": 0.0}
+    for query in queries:
+        similarity = {}
+        for file in trained:
+            similarity[file] = sum(a * b for a, b in zip(embeddings[query], embeddings[file]))
+        ranked = sorted(trained, key=similarity.get, reverse=True)
+        positives = [rank for rank, file in enumerate(ranked, 1) if file.parent == query.parent]
+        for found, rank in enumerate(positives, 1):
+            expected["mAP"] += found / rank / len(positives) / len(queries)
+            if rank <= len(positives):
+                expected["mAP@R"] += found / rank / len(positives) / len(queries)
+        expected["R@1"] += (positives[0] == 1) / len(queries)
+    for name, value in expected.items():
+        assert float(values[name]) == pytest.approx(value, abs=1e-5), name
+    assert study.study_runs.run(setting, 0, place)["metrics"]["mAP"] == pytest.approx(expected["mAP"], abs=1e-5)
+
+
+def test_queries_of_trained_classes_do_not_depend_on_the_seed(study, place):
+    """A class with a single image is trained on, and has no query."""
+    for number in range(6):
+        folder = place.folders["emoji"] / "category 0" / f"single {number}"
+        folder.mkdir()
+        Image.new("RGB", (40, 40), (40 * number, 0, 0)).save(folder / "apple.png")
+    trained = []
+    for seed in (0, 1):
+        data = study.study_runs.make_data(small(study, trained_classes=True), seed, place)
+        trained.append(set(data.train_set.index.paths))
+    assert trained[0] == trained[1]
+    ranked = set(data.test_set.index.paths)
+    single = {path for path in ranked if "single" in path}
+    assert 0 < len(single) < 6
+    assert single < trained[0] < ranked
+    classes = {Path(path).parent for path in trained[0]}
+    assert {Path(path).parent for path in ranked} == classes
+
+
+def test_glyphs_have_no_trained_classes_to_query(study, place):
+    with pytest.raises(ValueError, match="trained_classes=True must be with data='emoji' or 'photographs'"):
+        study.study_runs.make_data(study.Setting(trained_classes=True), 0, place)
 
 
 def test_a_fresh_memory_holds_what_the_network_gives_now(study, place, monkeypatch):
