@@ -47,7 +47,7 @@ def browser(tmp_path):
     browser.close()
 
 
-@pytest.mark.parametrize("width", [400, 1300])
+@pytest.mark.parametrize("width", [400, 500, 720, 1300])
 def test_nothing_on_the_home_page_is_wider_than_the_window(site, browser, width):
     browser.open(site.as_uri(), width, 1600)
     browser.wait_for("document.querySelector('.md-typeset__table table') !== null")  # the theme has wrapped it
