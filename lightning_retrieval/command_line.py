@@ -4,10 +4,13 @@ import argparse
 import difflib
 import errno
 import functools
+import gc
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
@@ -30,6 +33,24 @@ OWNERS = (
     "MilvusStore",
     "RetrievalIndex",
 )
+
+
+@contextmanager
+def imports_of_command() -> Iterator[None]:
+    """Import libraries without garbage collections, which would search all objects that torch makes, several times.
+
+    Afterwards these objects are left out of collections. Nothing changes if torch is already imported: then the caller
+    is no new process, and may have garbage.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:

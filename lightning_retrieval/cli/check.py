@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.command_line import (
     did_you_mean,
+    imports_of_command,
     null_for_none,
     one_line,
     printable,
@@ -104,7 +105,8 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         parser.parse_args(args)  # this call ends the program with the help or an error
     _check_root(parser, named.data, rest)
     _print_start(named.data, rest)
-    known = data_modules()
+    with imports_of_command():
+        known = data_modules()
     if named.data not in known:
         meant = did_you_mean(named.data, list(known)) or f"; --data is one of {', '.join(sorted(known))}"
         parser.error(f"there is no data module {named.data!r}{meant}")

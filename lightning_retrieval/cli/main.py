@@ -25,7 +25,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.command_line import CommandParser, command_line_message, command_parser, did_you_mean
+from lightning_retrieval.command_line import (
+    CommandParser,
+    command_line_message,
+    command_parser,
+    did_you_mean,
+    imports_of_command,
+)
 from lightning_retrieval.invalid import Invalid, InvalidType
 from lightning_retrieval.version import __version__
 
@@ -97,7 +103,8 @@ def main(args: Any = None) -> None:
                 sys.exit(code)
             return
 
-    from lightning_retrieval.cli.fit import fit
+    with imports_of_command():
+        from lightning_retrieval.cli.fit import fit
 
     fit(args)
 
@@ -175,9 +182,10 @@ def _run(command: str, args: Sequence[str]) -> int:
     except EXPECTED_ERRORS as error:
         print(command_line_message(command, error, names), file=sys.stderr)
         return 2
-    work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
+    with imports_of_command():
+        work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
 
-    from lightning_retrieval.plain_data import import_named_module
+        from lightning_retrieval.plain_data import import_named_module
 
     try:
         for name in options.import_module:
