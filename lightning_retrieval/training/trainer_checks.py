@@ -306,9 +306,10 @@ def first_drawn(trainer: Any) -> list[list[int]] | None:
     """
     drawn: list[list[int]] = []
     for loader in train_loaders(trainer):
-        if not hasattr(loader, "check_first_batch"):
+        of_loader = getattr(getattr(loader, "batch_sampler", None), "first_drawn", None)
+        if of_loader is None:
             return None
-        drawn.append(loader.batch_sampler.first_drawn)
+        drawn.append(of_loader)
     return drawn
 
 
