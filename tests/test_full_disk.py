@@ -90,6 +90,7 @@ def write_freely(rank, world_size, write, *args):
     write(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.refusal
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that nobody may write to")
 @pytest.mark.parametrize("name", [*WRITERS, *IN_FOLDERS])

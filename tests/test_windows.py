@@ -87,6 +87,7 @@ def change_files_in_use(folder):
     return {"errors": errors, "files": sorted(path.name for path in folder.iterdir())}
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_process_that_behaves_as_on_windows_changes_no_file_that_is_in_use(tmp_path):
     """The rules that `.ci/windows` applies to all of its tests."""

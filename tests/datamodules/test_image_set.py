@@ -154,6 +154,7 @@ def as_numbers(image):
     return list(image.size)
 
 
+@pytest.mark.slow
 @pytest.mark.refusal
 def test_an_error_in_a_worker_names_its_owner(tmp_path):
     """A process that loads images sends the message of an error, and so the error has its owner there already."""

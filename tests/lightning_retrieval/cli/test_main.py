@@ -408,6 +408,7 @@ def test_check_takes_the_settings_of_a_data_module_with_the_prefix_of_fit(tmp_pa
     assert "--data ImageFolder --help" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
     """The line comes at once, while the images are read seconds later; help and errors come without it."""
     for label in "ab":
