@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py
 
-Each command runs in a process of its own, with one thread. The floor of `search` is a process that only imports what
+Each command runs in a process of its own, with one thread. `search` is compared with a process that only imports what
 its network needs: torch, torchvision, faiss and Pillow. The network is that of the Glyphs example with random weights,
 so that reading the weights takes no time. `search` also searches 10,000 glyphs and prints ten of them. Takes about two
 minutes on two cores.
