@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.datamodules import ImageTable
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.loading import module_of_checkpoint
@@ -329,7 +329,7 @@ def test_aliases_of_a_config(tmp_path, run_alone):
 def error_of_a_table(rank, world_size, path):
     limited()
     with pytest.raises(ValueError, match="rows") as raised:
-        read_table(path, required=("image",))
+        ImageTable(path.parent, path).setup("fit")
     return str(raised.value)
 
 
