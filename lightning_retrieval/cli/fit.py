@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import DefaultHelpFormatter, get_loader, set_dumper, set_loader
+from jsonargparse import DefaultHelpFormatter, Namespace, get_loader, set_dumper, set_loader
 
 from lightning_retrieval import callbacks, datamodules, losses
 from lightning_retrieval.backend import (
@@ -64,6 +64,8 @@ from lightning_retrieval.training.module import RetrievalModule as RetrievalModu
 from lightning_retrieval.training.restored_states import is_within
 from lightning_retrieval.training.run_report import RunProgressBar, quiet_trainer
 
+# Arguments of a module that an evaluation depends on.
+OF_EVALUATION = ("embedder", "sides", "relevance", "eval_scales", "eval_scales_pooling", "whitening")
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
 class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
@@ -306,7 +308,11 @@ class RetrievalCLI(LightningCLI):
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
-        unused = _differing_settings("", self.config[subcommand].model.as_dict(), described)
+        given = self.config[subcommand].model.as_dict()
+        if subcommand != "fit":  # an evaluation uses no others
+            arguments = given.get("init_args") or {}
+            given = {"init_args": {name: arguments.get(name) for name in OF_EVALUATION}}
+        unused = _differing_settings("", given, described)
         if unused:
             rank_zero_warn(
                 f"{self._owner}: the model is that of the checkpoint, so what the config has instead is not used: "
@@ -443,24 +449,29 @@ class RetrievalCLI(LightningCLI):
 def _differing_settings(name: str, given: Any, used: Any) -> list[str]:
     """Settings of the config's model that differ from those of the checkpoint's model.
 
-    Settings that only one of them has, or that the config leaves open, are skipped: a checkpoint has more of them.
+    Settings that only one of them has, or that the config leaves open, are skipped: a checkpoint has more of them. So
+    are those that a class has turned into others, such as the rank of adapters into their settings.
 
     Args:
         name: path of the setting, such as `loss.tau`.
         given: its value in the config.
         used: its value in the checkpoint.
     """
-    if isinstance(given, dict) and isinstance(used, dict):
-        differing = []
-        for key in given:
-            if key in used:
-                inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
-                differing += _differing_settings(inner, given[key], used[key])
-        return differing
+    if isinstance(given, Namespace):
+        given = given.as_dict()
     if isinstance(given, tuple):  # a checkpoint has lists
         given = list(given)
-    if given is None or given == used:
-        return []
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(given, dict) and isinstance(used, dict):
+        pairs = [(key, given[key], used[key]) for key in given if key in used]
+    elif isinstance(given, list) and isinstance(used, list) and len(given) == len(used):
+        pairs = [("", *values) for values in zip(given, used)]
+    differing = []
+    for key, of_given, of_used in pairs:
+        inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
+        differing += _differing_settings(inner, of_given, of_used)
+    if pairs or given is None or given == used or isinstance(given, dict) or isinstance(used, dict):
+        return differing
     return [f"{name} {short_repr(given)} ({short_repr(used)} in the checkpoint)"]
 
 
