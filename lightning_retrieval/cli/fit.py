@@ -461,18 +461,25 @@ def _differing_settings(name: str, given: Any, used: Any) -> list[str]:
         given = given.as_dict()
     if isinstance(given, tuple):  # a checkpoint has lists
         given = list(given)
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(given, dict) and isinstance(used, dict):
-        pairs = [(key, given[key], used[key]) for key in given if key in used]
-    elif isinstance(given, list) and isinstance(used, list) and len(given) == len(used):
-        pairs = [("", *values) for values in zip(given, used)]
-    differing = []
-    for key, of_given, of_used in pairs:
-        inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
-        differing += _differing_settings(inner, of_given, of_used)
-    if pairs or given is None or given == used or isinstance(given, dict) or isinstance(used, dict):
+    parts = _parts_of_both(given, used)
+    if parts:
+        differing = []
+        for key, of_given, of_used in parts:
+            inner = ".".join(part for part in (name, key) if part not in ("", "init_args"))
+            differing += _differing_settings(inner, of_given, of_used)
         return differing
+    if given is None or given == used or isinstance(given, dict) or isinstance(used, dict):
+        return []
     return [f"{name} {short_repr(given)} ({short_repr(used)} in the checkpoint)"]
+
+
+def _parts_of_both(given: Any, used: Any) -> list[tuple[str, Any, Any]]:
+    """Key and both values of each part that two dicts share, or of two lists of one length; empty for other values."""
+    if isinstance(given, dict) and isinstance(used, dict):
+        return [(key, given[key], used[key]) for key in given if key in used]
+    if isinstance(given, list) and isinstance(used, list) and len(given) == len(used):
+        return [("", *values) for values in zip(given, used)]
+    return []
 
 
 def _sentence(error: BaseException) -> str | None:

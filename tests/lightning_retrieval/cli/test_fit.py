@@ -142,14 +142,15 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test"])
-def test_settings_of_the_model_that_a_checkpoint_replaces_are_named(fitted, tmp_path, command):
+def test_settings_of_the_model_that_a_checkpoint_replaces_are_named(fitted, tmp_path, monkeypatch, command):
     """Those of training only for a training. Without a change nothing is named, else other tests would raise."""
+    monkeypatch.chdir(tmp_path)
     changed = ["--model.init_args.loss.init_args.tau=0.5", "--model.init_args.eval_scales=[1.0, 0.5]"]
     named = r"eval_scales \[1.0, 0.5\] \(\[1.0\] in the checkpoint\);"
     if command == "fit":
         named = rf"loss.tau 0.5 \(0.01 in the checkpoint\), {named}"
     with pytest.warns(UserWarning, match=f"lightning-retrieval {command}: the model is that of .*is not used: {named}"):
-        main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={fitted[1]}", *changed])
+        main([command, "--config", str(write_example(tmp_path)), *SMALL, *SHORT, f"--ckpt_path={fitted[1]}", *changed])
 
 
 def test_printed_config_can_be_read_again(tmp_path, capsys):
