@@ -25,6 +25,7 @@ from lightning_retrieval.training.full_sharding import is_sharded, sharded_modul
 # another way.
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FUSED_DEVICES = ("cpu", "cuda")
+FUSED_TYPES = (torch.float32, torch.float64)
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
@@ -286,8 +287,8 @@ def _leaves_update_open(make: Any) -> bool:
 
 
 def _can_be_fused(module: nn.Module) -> bool:
-    """Whether torch's fused loops update all parameters of a module: in one dense floating-point tensor each, and with
-    a dense gradient, on one device.
+    """Whether torch's fused loops update all parameters of a module as its other loops do: on one device, dense, with a
+    dense gradient, and not in half precision, in which some versions of torch round otherwise.
     """
     parameters = trainable_parameters(module)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
@@ -296,7 +297,7 @@ def _can_be_fused(module: nn.Module) -> bool:
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or devices.pop().type not in FUSED_DEVICES:
         return False
-    return all(parameter.is_floating_point() and _is_dense(parameter) for parameter in parameters)
+    return all(parameter.dtype in FUSED_TYPES and _is_dense(parameter) for parameter in parameters)
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:

@@ -530,8 +530,8 @@ def sliced():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Embedding(9, 4, sparse=True), sliced],
-    ids=["sparse gradients", "gaps in memory"],
+    "make", [lambda: nn.Embedding(9, 4, sparse=True), sliced, lambda: net().half()],
+    ids=["sparse gradients", "gaps in memory", "half precision"],
 )  # fmt: skip
 def test_parameters_without_a_fused_update_get_a_plain_one(make):
     module = RetrievalModule(make(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.SGD)
