@@ -82,7 +82,7 @@ def _types(about_value: str) -> list[str]:
         if name:
             text = _NAMES.get(name, f"a {name}")
         types.append(text)
-    return list(dict.fromkeys(types))
+    return sorted(set(types), key=lambda text: (text == "null", text))  # versions of jsonargparse have other orders
 
 
 def _any_of(types: list[str]) -> str:

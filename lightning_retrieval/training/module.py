@@ -96,8 +96,8 @@ class RetrievalModule(ManualTraining):
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`. Adam, AdamW and SGD of torch get `fused=True`, an update of
-            all parameters in one loop, if neither `fused` nor `foreach` is given, but not in half precision
-            or for a sharded network.
+            all parameters in one loop, if neither `fused` nor `foreach` is given, but not for parameters of 16 bits,
+            with the precision 16-mixed, or for a sharded network.
         lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
             are those of parameters without a factor. A scheduler with an end needs the number of steps as an argument,
             such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.

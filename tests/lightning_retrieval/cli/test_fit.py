@@ -193,7 +193,7 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"tau: 0.01": "tau: cold"}, ["\nerror: LogRankLoss: `tau` must be a number, got cold.\n"]),
         (
             {"lr_scheduler_interval: step": "chunk_size: Auto"},
-            ["\nerror: RetrievalModule: `chunk_size` must be an integer, 'auto', a mapping or null, got Auto.\n"],
+            ["\nerror: RetrievalModule: `chunk_size` must be 'auto', a mapping, an integer or null, got Auto.\n"],
         ),
         ({"T_max: 1520": "T_max: 1.52e3"}, ["\nerror: CosineAnnealingLR: `T_max` must be an integer, got 1520.0.\n"]),
         ({"lr: 0.006": "lr: 0,006"}, ["\nerror: AdamW: `lr` must be a number, got 0,006.\n"]),

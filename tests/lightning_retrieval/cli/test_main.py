@@ -432,7 +432,7 @@ def test_check_shows_its_first_line_before_it_imports_libraries(tmp_path):
         ("--test_fraction=half", "`--test_fraction` must be a number, got half."),
         (
             "--eval_transform=torchvision.transforms.v2.Resize --eval_transform.size=a",
-            "Resize: `size` must be an integer, a list or null, got a.",
+            "Resize: `size` must be a list, an integer or null, got a.",
         ),
     ],
 )
