@@ -17,6 +17,8 @@ import shutil
 import tarfile
 import urllib.request
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +77,38 @@ def unpack(maker: str, package: bytes, folder: Path) -> int:
     return count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder to create")
-    options = parser.parse_args()
-    if options.folder.exists():
-        parser.error(f"folder must not exist yet, got {options.folder}; delete it to download again.")
+@contextmanager
+def new_folder(description: str | None, again: str) -> Iterator[tuple[argparse.ArgumentParser, Path, Path]]:
+    """Context of a script that creates the folder of its argument: its parser, the folder, and where to write.
 
-    unfinished = options.folder.with_name(f"{options.folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an earlier download that was interrupted
+    Args:
+        description: what the script does.
+        again: what the script does again if the folder is deleted, for an error message.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder to create")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        parser.error(f"folder must not exist yet, got {folder}; delete it to {again} again.")
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an earlier call that was interrupted
+    yield parser, folder, unfinished
+    unfinished.rename(folder)
+
+
+def main() -> None:
     images = 0
-    for maker, digest in MAKERS.items():
-        try:
-            package = download(maker)
-        except OSError as error:
-            parser.error(f"{address(maker)} cannot be downloaded ({error}); try again with a network.")
-        if b64encode(hashlib.sha512(package).digest()).decode() != digest:
-            parser.error(f"{address(maker)} must be the file that this script knows, got another; try again.")
-        images += unpack(maker, package, unfinished)
-    unfinished.rename(options.folder)
-    print(f"{images:,} images in {options.folder}")
+    with new_folder(__doc__, "download") as (parser, folder, unfinished):
+        for maker, digest in MAKERS.items():
+            try:
+                package = download(maker)
+            except OSError as error:
+                parser.error(f"{address(maker)} cannot be downloaded ({error}); try again with a network.")
+            if b64encode(hashlib.sha512(package).digest()).decode() != digest:
+                parser.error(f"{address(maker)} must be the file that this script knows, got another; try again.")
+            images += unpack(maker, package, unfinished)
+    print(f"{images:,} images in {folder}")
 
 
 if __name__ == "__main__":

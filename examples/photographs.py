@@ -13,10 +13,8 @@ lomiri-wallpapers-16.04 and -20.04 have the licences CC-BY-4.0, CC-BY-SA-4.0, CC
 mate-backgrounds and plasma-workspace-wallpapers have GPL-2+.
 """
 
-import argparse
 import hashlib
 import itertools
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from emoji import new_folder
 from PIL import Image, ImageEnhance, ImageFilter, ImageStat
 from tqdm import tqdm
 
@@ -204,24 +203,15 @@ def write_views(photographs: Mapping[str, Path], folder: Path, seed: int = 0) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder to create")
-    options = parser.parse_args()
-    if options.folder.exists():
-        parser.error(f"folder must not exist yet, got {options.folder}; delete it to create it again.")
-
-    unfinished = options.folder.with_name(f"{options.folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an earlier call that was interrupted
     photographs: dict[str, Path] = {}
-    with tempfile.TemporaryDirectory() as packages:
+    with new_folder(__doc__, "create it") as (parser, folder, unfinished), tempfile.TemporaryDirectory() as packages:
         for name, package in PACKAGES.items():
             try:
                 photographs |= unpack(name, package, Path(packages))
             except (OSError, ValueError, subprocess.CalledProcessError) as error:
                 parser.error(f"{name} cannot be downloaded ({error}); try again on Debian 12, with a network.")
         tiles = write_views(photographs, unfinished)
-    unfinished.rename(options.folder)
-    print(f"{tiles * VIEWS:,} images of {tiles:,} tiles in {options.folder}")
+    print(f"{tiles * VIEWS:,} images of {tiles:,} tiles in {folder}")
 
 
 if __name__ == "__main__":
