@@ -35,7 +35,7 @@ Order = Literal["spread", "hardest", "quantiles"]
 Colour = tuple[int, int, int]
 
 
-class Hit(NamedTuple):
+class RankedImage(NamedTuple):
     """An image in a query's ranked list."""
 
     id: int
@@ -47,7 +47,7 @@ class GalleryRow(NamedTuple):
 
     query: int
     caption: str
-    hits: Sequence[Hit]
+    images: Sequence[RankedImage]
 
 
 def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image.Image:
@@ -165,11 +165,11 @@ def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image],
         top = 2 * _TITLE + number * (_SIDE + _TITLE)
         _write(pen, 0, top - _TITLE // 2, row.caption)
         _draw_tile(canvas, 0, top, load(row.query), _GREY)
-        for rank, hit in enumerate(row.hits, 1):
+        for rank, image in enumerate(row.images, 1):
             colour = _RED
-            if hit.relevant:
+            if image.relevant:
                 colour = _GREEN
-            _draw_tile(canvas, rank, top, load(hit.id), colour)
+            _draw_tile(canvas, rank, top, load(image.id), colour)
     return canvas
 
 
@@ -217,7 +217,7 @@ def choose_queries(
     return ids[positions]
 
 
-def nearest_images(ranked: RankingInput, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[Hit]]]:
+def nearest_images(ranked: RankingInput, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[RankedImage]]]:
     """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
     ids, lists = ranked.gallery_ids, ranked.lists.finest
     if len(chosen) == 0 or len(ids) == 0:
@@ -241,8 +241,8 @@ def nearest_images(ranked: RankingInput, chosen: Int[Tensor, " chosen"], k: int)
     for row, query in enumerate(queries.split(1)):
         found = columns[row][scores[row] > -torch.inf]
         relevant, _ = lists.masks(query, found)
-        hits = zip(ids[found].tolist(), relevant[0].tolist())
-        results.append((int(chosen[row]), [Hit(*hit) for hit in hits]))
+        images = map(RankedImage, ids[found].tolist(), relevant[0].tolist())
+        results.append((int(chosen[row]), list(images)))
     return results
 
 
@@ -317,13 +317,13 @@ class RetrievalGallery(EvaluationFigure):
         lists = metrics.ranking_input(rows)
         ids, ap = query_ap(metrics, lists.query_ids)
         chosen = choose_queries(ids, ap, self.queries, self.order).to(lists.query_ids.device)
-        hits_of_queries = nearest_images(lists, chosen, self.k)
-        if not trainer.is_global_zero or not hits_of_queries:
+        images_of_queries = nearest_images(lists, chosen, self.k)
+        if not trainer.is_global_zero or not images_of_queries:
             return None
         captions = {}
         if ap is not None:
             captions = {query: ap_caption(value) for query, value in zip(ids.tolist(), ap.tolist())}
-        gallery = [GalleryRow(query, captions.get(query, ""), hits) for query, hits in hits_of_queries]
+        gallery = [GalleryRow(query, captions.get(query, ""), images) for query, images in images_of_queries]
         try:
             return draw_gallery(gallery, partial(load_image, pl_module, dataset), self.k)
         except (ValueError, TypeError, RuntimeError) as error:  # a drawing must not stop a run

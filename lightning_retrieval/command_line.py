@@ -20,6 +20,7 @@ from lightning_retrieval.invalid import Invalid
 HELP_WIDTH = 78  # columns of a description
 INTERRUPTED = 130  # exit code after Ctrl-C
 SHOWN = 100  # number of characters that are shown of a path that is too long
+JOINERS = "\u200c\u200d"  # they join or part letters, as in Persian and Hindi, and join the parts of an emoji
 NULLS = ("None", "null")  # values of an option that mean that it is not given
 # Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.
 OWNERS = (
@@ -80,7 +81,7 @@ def printable(text: str) -> str:
     """The text, with unprintable characters (such as a line break in a file name) replaced by escape sequences."""
     characters = []
     for character in text:
-        if not character.isprintable():
+        if not character.isprintable() and character not in JOINERS:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)

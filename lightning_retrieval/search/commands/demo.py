@@ -22,7 +22,7 @@ from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
-from lightning_retrieval.search.commands.options import model_settings
+from lightning_retrieval.search.commands.options import searcher_settings
 from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher, QueryResult, image_folder
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import FONTS
@@ -79,7 +79,7 @@ def _serve(options: argparse.Namespace) -> None:
     with private_uploads() as uploads, opened_index(options.index, options.store) as index:
         images = image_folder(options.images, index)
         check_folder_of_index(images)
-        searcher = ImageSearcher(index, **model_settings(options))
+        searcher = ImageSearcher(index, **searcher_settings(options))
         page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
         try:
@@ -454,7 +454,7 @@ def thumbnail(file: Path) -> Image.Image:
 
 
 def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
-    """The picture, score and path of each result; the picture of an unreadable image is a grey square."""
+    """The picture of each result, a grey square if it cannot be read, and its score, path and metadata in lines."""
     captioned = []
     for hit in hits:
         text = f"{hit.similarity:.3f}  {printable(hit.path)}"
@@ -463,7 +463,8 @@ def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]
         except Exception:  # Pillow's readers raise errors of many types for damaged files
             image = Image.new("RGB", (SIDE, SIDE), "grey")
             text += " (cannot be read)"
-        captioned.append((image, text))
+        details = [f"{name}: {value}" for name, value in hit.shown()]
+        captioned.append((image, "\n".join([text, *details])))
     return captioned
 
 

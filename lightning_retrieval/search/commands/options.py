@@ -19,7 +19,8 @@ HOST_HELP = (
     "only; 0.0.0.0 serves the page to the network, under any name"
 )
 MODEL_NEEDED = "--backbone with --weights replaces --checkpoint"
-MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # options for the model of an index
+# Options of `search` and `demo` that are arguments of `ImageSearcher`.
+SEARCHER_OPTIONS = ("show", "checkpoint", "transform", "batch_size", "num_workers", "device")
 # Options allowed with `index --embeddings DIR`. The other options of `index` concern the embedding of images.
 EMBEDDINGS_OPTIONS = (
     "embeddings",
@@ -75,9 +76,9 @@ class PretrainedBackbone:
 BACKBONE_OPTIONS = tuple(field.name for field in fields(PretrainedBackbone))
 
 
-def model_settings(options: argparse.Namespace) -> dict[str, Any]:
+def searcher_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `search` and `demo` that are arguments of `ImageSearcher`."""
-    return {name: getattr(options, name) for name in MODEL_OPTIONS}
+    return {name: getattr(options, name) for name in SEARCHER_OPTIONS}
 
 
 def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
@@ -463,6 +464,12 @@ def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) ->
     parser.add_argument(
         "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
     )
+    parser.add_argument(
+        "--show",
+        type=_names,
+        metavar="COLUMNS",
+        help="columns of the metadata to show with each result, as price,title; default all, '' for none",
+    )
 
 
 def _add_store(parser: argparse.ArgumentParser, name: str) -> None:
@@ -502,6 +509,12 @@ def _column_names(text: str) -> dict[str, str] | str:
             raise argparse.ArgumentTypeError(f"must be pairs such as image=path,label=class, got {text}")
         names[here.strip()] = theirs.strip()
     return names
+
+
+def _names(text: str) -> list[str]:
+    """The names in a list that is separated by commas; an empty text is an empty list."""
+    names = map(str.strip, text.split(","))
+    return list(filter(None, names))
 
 
 def _delimiter(text: str) -> str:

@@ -12,14 +12,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import torch
 from PIL import Image
 
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
-from lightning_retrieval.search.commands.options import model_settings
+from lightning_retrieval.search.commands.options import searcher_settings
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import check_page_target, embedded_picture, page_target, shared_style
@@ -29,6 +28,7 @@ from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 PAGE = Path(__file__).with_name("page.html")
+NUMBERS = 3  # columns of the table, which are aligned on the right: rank, similarity and distance
 
 
 def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -41,7 +41,7 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
     with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
         if options.json:
-            shown = json.dumps(_plain(results, unreadable, index), indent=1)
+            shown = json.dumps(_plain(results, unreadable), indent=1)
         else:
             shown = "\n\n".join(map(_table, results))
     print(shown)
@@ -60,7 +60,7 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
         "group_by": options.group_by,
         "threshold": options.threshold,
     }
-    results, unreadable = search_images(index, options.queries, options.k, **wanted, **model_settings(options))
+    results, unreadable = search_images(index, options.queries, options.k, **wanted, **searcher_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
@@ -88,23 +88,25 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
 def _table(result: QueryResult) -> str:
     if result.nothing_similar:
         return f"{printable(result.query)}\n{result.nothing_similar}"
-    rows = [
-        f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {printable(hit.path)}" for hit in result.hits
-    ]
-    return "\n".join([printable(result.query), "rank  similarity  distance  path", *rows])
+    rows = [["rank", "similarity", "distance", "path", *(name for name, _ in result.hits[0].shown())]]
+    for hit in result.hits:
+        numbers = [str(hit.rank), f"{hit.similarity:.4f}", f"{hit.distance:.4f}"]
+        rows.append([*numbers, printable(hit.path), *(text for _, text in hit.shown())])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths[-1] = 0  # the last text of a line is not padded
+    lines = [printable(result.query)]
+    for row in rows:
+        numbers = list(map(str.rjust, row[:NUMBERS], widths))
+        texts = list(map(str.ljust, row[NUMBERS:], widths[NUMBERS:]))
+        lines.append("  ".join([*numbers, *texts]))
+    return "\n".join(lines)
 
 
-def _plain(
-    results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage], index: EmbeddingStore
-) -> dict[str, Any]:
-    """The results as plain values for JSON, with the metadata that the index has."""
+def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
+    """The results as plain values for JSON."""
     queries = []
     for result in results:
-        hits = [{**vars(hit), "distance": hit.distance} for hit in result.hits]
-        if hits and index.column_kinds:
-            columns = index.columns(torch.tensor([hit.id for hit in result.hits]))
-            for row, hit in enumerate(hits):
-                hit["metadata"] = {name: values[row] for name, values in columns.items()}
+        hits = [hit.plain() for hit in result.hits]
         described: dict[str, Any] = {"query": result.query, "results": hits}
         if result.is_text:
             described["is_text"] = True
@@ -179,13 +181,16 @@ def _short_name(result: QueryResult) -> str:
 
 def _card(query: int, hit: Hit, picture: str) -> str:
     percent = 100 * min(1.0, max(0.0, hit.similarity))
+    details = [f"<span>{escape(name)} <bdi>{escape(text)}</bdi></span>" for name, text in hit.shown()]
     return (
-        f'<li><button class="card" type="button" data-query="{query}" data-rank="{hit.rank}">{picture}'
+        f'<li><button class="card" type="button" data-query="{query}" data-rank="{hit.rank}"'
+        f' data-distance="{hit.distance:.4f}" data-similarity="{hit.similarity:.4f}">{picture}'
         f'<span class="rank"><span class="hidden">Rank </span>{hit.rank}</span>'
         f'<span class="bar" aria-hidden="true"><i style="width:{percent:.1f}%"></i></span>'
         f'<span class="numbers"><span>distance <b>{hit.distance:.4f}</b></span>'
         f"<span>similarity <b>{hit.similarity:.4f}</b></span></span>"
-        f'<span class="path">{escape(printable(hit.path))}</span></button></li>'
+        f'<span class="path">{escape(printable(hit.path))}</span><span class="details">{"".join(details)}</span>'
+        "</button></li>"
     )
 
 

@@ -1,8 +1,8 @@
 """Finds the images of an index that are nearest to query images or texts."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,55 @@ from lightning_retrieval.search.commands.of_backbone import BACKBONE
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
-from lightning_retrieval.search.store.conditions import Request
+from lightning_retrieval.search.store.conditions import Request, Value, checked_columns
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 OWNER = "search_images"
 DEFAULT_K = 10
+LONGEST_SHOWN = 100  # characters of a text of metadata that are shown
+NO_VALUE = "-"  # shown for a number or a text that is missing
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One image found for a query."""
+    """One image found for a query.
+
+    Args:
+        rank: from 1 for the nearest image.
+        id: id of the image in the index.
+        path: path of the image, relative to the folder of the index's images.
+        similarity: the cosine similarity of the image and the query.
+        metadata: the values of the image by name of the column; None for a number that is missing.
+    """
 
     rank: int
     id: int
     path: str
     similarity: float
+    metadata: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
     @property
     def distance(self) -> float:
         """The cosine distance: 0 for the same direction, 2 for opposite directions."""
         return max(0.0, 1 - self.similarity)
+
+    def plain(self) -> dict[str, Any]:
+        """All that is known of the image, as plain values for JSON."""
+        return {**vars(self), "distance": self.distance}
+
+    def shown(self) -> list[tuple[str, str]]:
+        """What is shown of the image besides its rank, scores and path: names, each with a printable text."""
+        return [(name, _shown_value(value)) for name, value in self.metadata.items()]
+
+
+def _shown_value(value: Value) -> str:
+    """A value of metadata as a printable text of limited length."""
+    if value is None or value == "":
+        return NO_VALUE
+    if isinstance(value, str):
+        cut = value[LONGEST_SHOWN:] and "..."
+        return printable(value[:LONGEST_SHOWN]) + cut
+    return repr(value).removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -83,6 +112,7 @@ def search_images(
     where: str | None = None,
     group_by: str | None = None,
     threshold: float | None = None,
+    show: Sequence[str] | None = None,
     checkpoint: Path | PretrainedBackbone | None = None,
     transform: str | None = None,
     batch_size: int = 32,
@@ -101,6 +131,7 @@ def search_images(
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
         threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
             index was chosen for its own network, so it does not apply to queries that another network embeds.
+        show: names of the columns of the index that the metadata of each hit hold; if None, all.
         checkpoint: file of the model, whose network of candidates must be that of the index, or a pretrained backbone;
             if None, the model that the index was made with. Weights of a backbone are downloaded only if it is given.
         transform: dotted name of the function, if a function prepared the images of the index. The function is
@@ -115,10 +146,10 @@ def search_images(
     Raises:
         FileNotFoundError: if the checkpoint does not exist.
         ValueError: if the index was not made by `index_images`, or was made with another network, `k` is too large,
-            `where` or `group_by` does not fit the columns of the index, `threshold` is not finite, no query can be
-            read, or texts are given and the network of queries does not embed texts.
+            `where`, `group_by` or `show` does not fit the columns of the index, `threshold` is not finite, no query
+            can be read, or texts are given and the network of queries does not embed texts.
     """
-    settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
+    settings: dict[str, Any] = {"show": show, "checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
     if k is None:
         k = max(1, min(DEFAULT_K, len(index)))
@@ -133,6 +164,7 @@ class ImageSearcher:
     Args:
         index: an index made by `index_images`.
         threshold: as for `search_images`.
+        show: as for `search_images`.
         checkpoint: as for `search_images`.
         transform: as for `search_images`.
         batch_size: as for `search_images`.
@@ -146,6 +178,7 @@ class ImageSearcher:
         index: EmbeddingStore,
         *,
         threshold: float | None = None,
+        show: Sequence[str] | None = None,
         checkpoint: Path | PretrainedBackbone | None = None,
         transform: str | None = None,
         batch_size: int = 32,
@@ -155,6 +188,7 @@ class ImageSearcher:
         _check_index(index)
         self.index = index
         self.threshold = _threshold_of(index, threshold)
+        self._columns = checked_columns("show", show, index.column_kinds)
         self._embedder = ImageEmbedder.load(
             recorded_model(index.about, checkpoint, made="index was"),
             transform=transform,
@@ -202,14 +236,11 @@ class ImageSearcher:
         """The results of embedded queries."""
         if not queries:
             return []
-        similarities, ids, paths = self.index.search_with_paths(rows, request)
+        similarities, ids, paths, metadata = self.index.search_with_metadata(rows, request, self._columns)
         results = []
-        for query, row, row_paths, row_similarities in zip(queries, ids, paths, similarities.tolist()):
-            found = row[row >= 0]  # there may be fewer than k rows
-            hits = []
-            columns = zip(found.tolist(), row_paths, row_similarities)
-            for rank, (image_id, path, similarity) in enumerate(columns, start=1):
-                hits.append(Hit(rank, image_id, path, similarity))
+        for query, *found in zip(queries, ids.tolist(), paths, similarities.tolist(), metadata):
+            hits = [Hit(rank, *values) for rank, values in enumerate(zip(*found), start=1)]
+            hits = [hit for hit in hits if hit.id >= 0]  # there may be fewer than k rows
             results.append(self._result(query, hits, is_text))
         return results
 

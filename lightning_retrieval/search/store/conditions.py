@@ -29,13 +29,14 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_mapping, check_string, check_unmasked, short_repr
+from lightning_retrieval.checks import check_mapping, check_string, check_strings, check_unmasked, short_repr
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
+Value = str | float | None  # of a row in a column; None for a number that is missing
 Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers; or a `Column`
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 SPELLINGS = {  # what other languages write, and how it is written here
@@ -89,6 +90,14 @@ def python_values(column: Column) -> list[Any]:
     if kind_of(column) == "text":
         return [text.decode(errors="surrogateescape") for text in values]
     return list(map(_number_or_none, values))
+
+
+def values_at(column: Column, positions: NDArray[np.intp]) -> list[Any]:
+    """The values of some rows as `python_values` returns them; a copy of the column by Arrow would take longer."""
+    if kind_of(column) == "number":
+        return list(map(_number_or_none, np.from_dlpack(column)[positions].tolist()))
+    texts, numbers = column.dictionary, np.from_dlpack(column.indices)[positions]
+    return [texts[number].as_py().decode(errors="surrogateescape") for number in numbers.tolist()]
 
 
 def _number_or_none(value: float) -> float | None:
@@ -346,6 +355,28 @@ class Request:
     group_by: str | None = None
 
 
+def checked_columns(argument: str, names: Sequence[str] | None, kinds: Mapping[str, Kind]) -> list[str]:
+    """The names of the columns whose values a search returns; all columns of the index for None.
+
+    Args:
+        argument: name of the argument, for error messages.
+        names: names of columns.
+        kinds: the kind of each column of the index.
+
+    Raises:
+        ValueError: if a name is no column of the index.
+        TypeError: if `names` is not a sequence of strings.
+    """
+    if names is None:
+        return list(kinds)
+    check_strings(argument, names)
+    for name in names:
+        if name not in kinds:
+            rule = f"must be columns of the index, {shown_kinds(kinds)}"
+            raise InvalidValue(rule, argument=argument, got=repr(name))
+    return list(names)
+
+
 def checked_request(k: int, where: str | None, group_by: str | None, kinds: Mapping[str, Kind]) -> Request:
     """What a search asks for, after its condition and its column of groups are checked.
 
@@ -489,6 +520,7 @@ class Found(NamedTuple):
     id: int
     group: Any = None
     path: str = ""
+    metadata: Mapping[str, Any] = {}
 
 
 Search = Callable[[Tensor, int, Condition | None], list[list[Found]]]

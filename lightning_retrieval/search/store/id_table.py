@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,13 +191,24 @@ class IdTable:
         found = self.paths_of(ids[ids >= 0])
         return found + [""] * (len(ids) - len(found))  # ids of -1 come last
 
+    def metadata_of_found(self, names: Sequence[str], ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """For each row found by a search, its values in these columns by name; {} for the id -1, which means no row."""
+        rows: list[dict[str, Any]] = [{} for _ in range(len(ids))]
+        is_found = ids >= 0
+        positions = self.positions(ids[is_found])
+        for name in names:
+            values = conditions.values_at(self.columns[name], positions)
+            for row, value in zip(compress(rows, is_found), values):
+                row[name] = value
+        return rows
+
     def values(self, name: str, ids: NDArray[np.int64]) -> list[Any]:
         """The values of the rows with these ids in a column.
 
         Raises:
             ValueError: if an id is not in the table.
         """
-        return conditions.python_values(self.columns[name].take(as_arrow(self.positions(ids))))
+        return conditions.values_at(self.columns[name], self.positions(ids))
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.

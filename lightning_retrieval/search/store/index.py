@@ -193,8 +193,8 @@ class RetrievalIndex:
 
     Threads:
         Threads may search, add and remove at the same time. Each call is atomic: no call sees the index during a
-        change by another call. Searches run in parallel. `search_with_paths` is one call, so another thread cannot
-        remove a row between the search and the look-up of the row's path.
+        change by another call. Searches run in parallel. `search_with_paths` and `search_with_metadata` are one
+        call each, so that another thread cannot remove a row before its path is read.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -339,9 +339,36 @@ class RetrievalIndex:
             ValueError: as in `search`.
             TypeError: as in `search`.
         """
+        return self.search_with_metadata(queries, request, [])[:3]
+
+    def search_with_metadata(
+        self, queries: Queries, request: Request, columns: Sequence[str] | None = None
+    ) -> tuple[
+        Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]], list[list[dict[str, conditions.Value]]]
+    ]:
+        """Like `search_with_paths`, with the metadata of each row found.
+
+        Args:
+            queries: as for `search`.
+            request: as for `search_with_paths`.
+            columns: names of the columns whose values are returned; if None, all.
+
+        Returns:
+            The similarities, the ids, the paths, and for each query the metadata of its rows: by name of the column a
+                text, or a number, which is None where it is missing. Where fewer than k rows are found, there are no
+                values.
+
+        Raises:
+            ValueError: as in `search`; also if the index does not have one of the columns.
+            TypeError: as in `search`; also if `columns` is not a sequence of strings.
+        """
         with owned_by(OWNER), self._lock.reading():
+            names = conditions.checked_columns("columns", columns, self.column_kinds)
             similarities, ids = self._search(queries, request)
-            return similarities, ids, list(map(self._table.paths_of_found, ids.numpy()))
+            paths = list(map(self._table.paths_of_found, ids.numpy()))
+            values = self._table.metadata_of_found(names, ids.numpy().ravel())
+            metadata = [values[begin : begin + request.k] for begin in range(0, len(values), request.k)]
+            return similarities, ids, paths, metadata
 
     def _request(self, k: int, where: str | None, group_by: str | None) -> Request:
         k = check_results(k, len(self))

@@ -323,7 +323,7 @@ class MilvusStore:
                 string.
             OSError: if Milvus reports an error.
         """
-        similarities, ids, _ = self._search(queries, self.request(k, where, group_by), [ID])
+        similarities, ids, _, _ = self._search(queries, self.request(k, where, group_by), [ID], [])
         return similarities, ids
 
     @owned_by(OWNER)
@@ -361,14 +361,37 @@ class MilvusStore:
             TypeError: as in `search`.
             OSError: if Milvus reports an error.
         """
-        return self._search(queries, request, [ID, PATH])
+        return self._search(queries, request, [ID, PATH], [])[:3]
 
-    def _search(self, queries: Queries, request: Request, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
-        """The similarities, ids and paths of the nearest rows; paths are "" unless `fields` contains them."""
+    @owned_by(OWNER)
+    def search_with_metadata(
+        self, queries: Queries, request: Request, columns: Sequence[str] | None = None
+    ) -> tuple[
+        Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]], list[list[dict[str, conditions.Value]]]
+    ]:
+        """Like `search_with_paths`, with the metadata of each row found, as `RetrievalIndex.search_with_metadata`.
+
+        Args:
+            queries: as for `search`.
+            request: as for `search_with_paths`.
+            columns: names of the columns whose values are returned; if None, all.
+
+        Raises:
+            ValueError: as in `search`; also if the index does not have one of the columns.
+            TypeError: as in `search`; also if `columns` is not a sequence of strings.
+            OSError: if Milvus reports an error.
+        """
+        names = conditions.checked_columns("columns", columns, self.column_kinds)
+        return self._search(queries, request, [ID, PATH], names)
+
+    def _search(
+        self, queries: Queries, request: Request, fields: list[str], columns: list[str]
+    ) -> tuple[Tensor, Tensor, list[list[str]], list[list[dict[str, conditions.Value]]]]:
+        """The similarities, ids, paths and metadata of the nearest rows; paths are "" unless `fields` contains them."""
         rows = query_rows(queries, self.dim)
         check_directions("queries", rows)
         k, condition, group_by = request.k, request.condition, request.group_by
-        search = partial(self._nearest, fields, group_by)
+        search = partial(self._nearest, fields, columns, group_by)
         if group_by is None:
             results = search(rows, k, condition)
         else:
@@ -378,11 +401,12 @@ class MilvusStore:
         similarities, ids = conditions.as_tensors(results, k)
         if bool((ids < 0).any()):
             check_results(k, len(self))
-        paths = []
+        paths, metadata = [], []
         for found in results:
-            of_query = [row.path for row in found]
-            paths.append(of_query + [""] * (k - len(found)))
-        return similarities, ids, paths
+            missing = k - len(found)
+            paths.append([row.path for row in found] + [""] * missing)
+            metadata.append([dict(row.metadata) for row in found] + [{}] * missing)
+        return similarities, ids, paths, metadata
 
     @owned_by(OWNER)
     def set_parameters(self, parameters: str) -> None:
@@ -526,9 +550,15 @@ class MilvusStore:
         self._call("alter_collection_properties", properties={milvus.ROWS: rows})
 
     def _nearest(
-        self, fields: list[str], group_by: str | None, queries: Tensor, k: int, condition: conditions.Condition | None
+        self,
+        fields: list[str],
+        columns: list[str],
+        group_by: str | None,
+        queries: Tensor,
+        k: int,
+        condition: conditions.Condition | None,
     ) -> list[list[conditions.Found]]:
-        """The nearest rows of each query with these fields and their groups; fewer than k if fewer are found.
+        """The nearest rows of each query with these fields and columns, and their groups; fewer than k if fewer exist.
 
         The request states the metric, because Milvus Lite computes whichever metric a client asks for.
         """
@@ -536,19 +566,26 @@ class MilvusStore:
             "limit": k,
             "anns_field": EMBEDDING,
             "search_params": {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)},
-            "output_fields": fields,
         }
         group = None
+        of_columns = {name: COLUMN + name for name in columns}
+        wanted = {*fields, *of_columns.values()}
         if group_by is not None:
             group = COLUMN + group_by
-            settings["output_fields"] = [*fields, group]
+            wanted.add(group)
+        settings["output_fields"] = sorted(wanted)
         if condition is not None:
             settings["filter"] = conditions.milvus_filter(condition, COLUMN)
         results = []
         for begin in range(0, len(queries), BATCH_QUERIES):
             batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
             for hits in self._call("search", data=list(batch), **settings):
-                found = [conditions.Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, "")) for hit in hits]
+                found = []
+                for hit in hits:
+                    metadata = {name: hit[field] for name, field in of_columns.items()}
+                    found.append(
+                        conditions.Found(hit["distance"], hit[ID], hit.get(group), hit.get(PATH, ""), metadata)
+                    )
                 results.append(found)
         return results
 

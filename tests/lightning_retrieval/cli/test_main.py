@@ -348,6 +348,9 @@ def test_a_path_is_too_long_as_a_whole_or_by_one_of_its_names(name, limit):
 
 def test_characters_that_cannot_be_printed_are_escaped():
     assert printable("a b/ü\n\x1b\udc80.jpg") == r"a b/ü\n\x1b\udc80.jpg"
+    assert printable("\u202egpj.a\u200b") == r"\u202egpj.a\u200b"
+    for words in ("می\u200cخواهم", "क्\u200dष", "\U0001f469\u200d\U0001f4bb"):  # Persian, Hindi, a woman at a computer
+        assert printable(words) == words
 
 
 def test_names_of_transforms_are_those_of_the_preparations_that_exist():

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.search.commands.demo import PageAnswers
+from lightning_retrieval.search.commands.demo import PageAnswers, captioned
 from lightning_retrieval.search.commands.index import choose_threshold, index_embeddings, read_metadata
-from lightning_retrieval.search.commands.search_images import ImageSearcher
+from lightning_retrieval.search.commands.search_images import ImageSearcher, search_images
 from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, indexing, paths_of, run
@@ -139,6 +139,61 @@ def test_images_without_a_row_of_metadata_are_kept_if_wanted(glyphs, tmp_path, c
     (found,) = json.loads(command(capsys, *searching, "--group_by=price")[1])["queries"]
     assert len(found["results"]) == 21
     assert [hit["metadata"]["price"] for hit in found["results"]].count(None) == 1
+
+
+SHOWN = {"price": [0.0, 19.5, None], "title": ["Red shoe", "", "x" * 101], "id": ["007", "b", "c"]}
+
+
+@pytest.fixture
+def products(indexed, tmp_path):
+    """An index of three glyphs with metadata, some of which are missing; one column is named as a field of a hit."""
+    earlier = RetrievalIndex.load(indexed / "index")
+    index = RetrievalIndex(earlier.dim, about=earlier.about)
+    paths = [f"1/deeper/{name}" for name in ("10.bmp", "11.PNG", "12.bmp")]
+    index.add(torch.eye(3, earlier.dim), paths=paths, columns=SHOWN)
+    index.save(tmp_path / "products")
+    return tmp_path / "products"
+
+
+def test_search_and_demo_show_metadata(indexed, products, tmp_path, capsys):
+    query, page = indexed / "images" / "1" / "deeper" / "10.bmp", tmp_path / "page.html"
+    searching = ["search", f"--index={products}", query]
+    index = RetrievalIndex.load(products)
+    texts = {"price": ["0", "19.5", "-"], "title": ["Red shoe", "-", "x" * 100 + "..."], "id": ["007", "b", "c"]}
+    for show, names in ((None, list(SHOWN)), (["title", "price"], ["title", "price"]), ([], [])):
+        options = [] if show is None else [f"--show={', '.join(show)}"]
+        (result,), _ = search_images(index, [str(query)], show=show, device="cpu")
+        values = [{name: SHOWN[name][hit.id] for name in names} for hit in result.hits]
+        assert [hit.metadata for hit in result.hits] == values
+
+        assert command(capsys, *searching, *options, "--html", page)[::2] == (0, "")
+        code, out, _ = command(capsys, *searching, *options, "--json")
+        (found,) = json.loads(out)["queries"]
+        assert (code, [hit["metadata"] for hit in found["results"]]) == (0, values)
+        _, heads, *lines = command(capsys, *searching, *options)[1].splitlines()
+        assert heads.split() == ["rank", "similarity", "distance", "path", *names]
+        begins = [heads.index(f"  {name}") + 2 for name in names]
+        captions = captioned(result.hits, indexed / "images")
+        source = page.read_text(encoding="utf-8")
+        for hit, line, (_, caption) in zip(result.hits, lines, captions, strict=True):
+            expected = [texts[name][hit.id] for name in names]
+            assert line.split()[3] == hit.path
+            ends = [*(begin - 2 for begin in begins[1:]), None]
+            assert [line[begin:end].rstrip() for begin, end in zip(begins, ends)] == expected
+            assert caption.split("\n")[1:] == [f"{name}: {text}" for name, text in zip(names, expected)]
+            details = "".join(f"<span>{name} <bdi>{text}</bdi></span>" for name, text in zip(names, expected))
+            assert f'{hit.path}</span><span class="details">{details}</span></button>' in source
+
+
+@pytest.mark.refusal
+def test_columns_to_show_must_be_those_of_the_index(indexed, products, capsys):
+    query = indexed / "images" / "1" / "deeper" / "10.bmp"
+    rule = "must be columns of the index, price (number), title (text), id (text), got 'colour'.\n"
+    for args in (["search", query], ["demo", "--images", indexed / "images"]):
+        assert error_of(capsys, *args, f"--index={products}", "--show=price,colour") == f"{args[0]}: `--show` {rule}"
+    rule = "search_images: `show` must be a sequence of strings, got one str"
+    with pytest.raises(TypeError, match=f"^{rule}"):
+        search_images(RetrievalIndex.load(products), [str(query)], show="price", device="cpu")
 
 
 @pytest.mark.refusal

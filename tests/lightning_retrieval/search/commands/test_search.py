@@ -19,6 +19,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.demo import captioned
 from lightning_retrieval.search.commands.search import result_page
@@ -431,6 +432,76 @@ def test_the_page_in_a_browser(page, tmp_path):
         assert picture.size == (1000, 900)
         colours = picture.convert("RGB").getcolors(1 << 24)
     assert len(colours) > 100  # text and pictures, not one empty sheet
+
+
+HOSTILE = [
+    "<script>document.title = 'run'</script>",
+    "<img src=x onerror=\"document.title = 'run'\">",
+    "\"'><b data-rank=9>",
+    "</span></button></li></ol><h1>",
+    "a\nb\r\tc\0\x1b[31m",
+    "${about} $sections {x} %s",
+    "&lt;script&gt; &amp;",
+    "\u202egpj.exe\u2066",
+    "\u0645\u0631\u062d\u0628\u0627 abc",
+    "\U0001f469\u200d\U0001f4bb",
+    "\udc80",
+]
+METADATA = """[...document.querySelectorAll('.card')].map((card) =>
+    [...card.querySelectorAll('.details bdi')].map((value) => value.textContent))"""
+DIALOG = """(() => {
+    const card = document.querySelectorAll(".card")[1];
+    card.querySelector(".numbers").insertAdjacentHTML("afterbegin", "<span>size <b>12</b></span>");
+    card.click();
+    return [document.getElementById("compared").textContent, document.getElementById("right").textContent];
+    })()"""
+
+
+@pytest.mark.hostile
+def test_metadata_are_only_text_on_the_page(tmp_path):
+    """Also in the dialog, which names each value as the card does, whatever fields are before it."""
+    images = tmp_path / "images"
+    images.mkdir()
+    Image.new("L", (8, 8)).save(images / "a.png")
+    hits = [Hit(rank, rank, "a.png", 1 - rank / 8, {"title": text}) for rank, text in enumerate(HOSTILE[:4], 1)]
+    hits.append(Hit(5, 5, "a.png", 0.1, {f"text{number}": text for number, text in enumerate(HOSTILE)}))
+    hits.append(Hit(6, 6, "a.png", 0.1, {"<b>": "x" * 100_000, "title": "a\n" * 1000}))
+    source, _ = result_page([QueryResult(str(images / "a.png"), hits)], images, "")
+    (tmp_path / "page.html").write_text(source, encoding="utf-8")
+    assert len(source) < 40_000
+    assert not re.search(r"[\u202a-\u202e\u2066-\u2069]", source)
+    captions = [caption for _, caption in captioned(hits, images)]
+    assert [caption.count("\n") for caption in captions] == [len(hit.metadata) for hit in hits]
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open((tmp_path / "page.html").as_uri(), 400)
+        browser.wait_for("document.readyState === 'complete' && document.documentElement.dataset.ready === '6'")
+        found = browser.evaluate(METADATA)
+        heading, caption = browser.evaluate(DIALOG)
+        assert browser.evaluate("document.title") == "Search results: 1 query"
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+    finally:
+        browser.close()
+    expected = [printable(text) for text in HOSTILE]
+    assert found[:4] == [[text] for text in expected[:4]]
+    assert found[4] == expected
+    assert found[5] == ["x" * 100 + "...", r"a\n" * 50 + "..."]
+    assert heading == "Query 1, rank 2: distance 0.2500, similarity 0.7500"
+    assert caption == f"a.pngtitle {HOSTILE[1]}"
+
+
+@pytest.mark.hostile
+def test_metadata_are_only_text_in_the_table(indexed, tmp_path, capsys):
+    index = RetrievalIndex.load(indexed / "index")
+    made = RetrievalIndex(index.dim, about=index.about)
+    texts = [text for text in HOSTILE if text.isascii()]
+    made.add(torch.eye(len(texts), index.dim), paths=["a.png"] * len(texts), columns={"title": texts})
+    made.save(tmp_path / "index")
+    code, out, err = command(capsys, "search", indexed / "images" / STRANGE_NAME, f"--index={tmp_path / 'index'}")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 2 + len(texts)
+    assert all(line.isprintable() for line in out.splitlines())
+    assert {line.split(maxsplit=4)[4] for line in out.splitlines()[2:]} == set(map(printable, texts))
 
 
 def write_font(folder, family, characters):

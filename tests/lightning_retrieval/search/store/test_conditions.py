@@ -179,6 +179,36 @@ def test_there_are_k_groups_or_no_more_rows(make, sizes, monkeypatch):
         assert paths == [[""] * k] * len(queries)
 
 
+def test_a_search_returns_the_metadata_of_the_rows_found(make):
+    """All columns or the wanted ones, also with groups by one of them; nothing where fewer than k rows are found."""
+    index, queries = make(COLUMNS), vectors(3, seed=7)
+    row_of = {row_id: row for row, row_id in enumerate(IDS)}
+    for columns in (None, ["price", "brand"], ["stock"], []):
+        for request in (index.request(9), index.request(60, "stock > 0", "brand"), index.request(2, "price > 1e301")):
+            similarities, ids, paths, metadata = index.search_with_metadata(queries, request, columns)
+            expected = index.search_with_paths(queries, request)
+            assert torch.equal(ids, expected[1])
+            torch.testing.assert_close(similarities, expected[0])
+            assert paths == expected[2]
+            for found, values in zip(ids.tolist(), metadata, strict=True):
+                names = list(KINDS) if columns is None else columns
+                rows = [{name: COLUMNS[name][row_of[row_id]] for name in names} for row_id in found if row_id >= 0]
+                assert values == rows + [{}] * found.count(-1)
+
+
+@pytest.mark.refusal
+def test_columns_that_the_index_does_not_have_are_not_returned(make):
+    index = make(COLUMNS)
+    known = r"brand \(text\), stock \(number\), price \(number\)"
+    for columns, error, rule in (
+        (["brand", "colour"], ValueError, f"`columns` must be columns of the index, {known}, got 'colour'"),
+        ("brand", TypeError, "`columns` must be a sequence of strings, got one str"),
+        ([3], TypeError, "`columns` must hold strings only, got"),
+    ):
+        with pytest.raises(error, match=f"^{type(index).__name__}: {rule}"):
+            index.search_with_metadata(vectors(1), index.request(2), columns)
+
+
 def test_only_queries_that_lack_groups_are_searched_again(monkeypatch):
     groups = [0] * 300 + list(range(1, 101))
     rows = torch.cat([torch.eye(DIM)[:1].repeat(300, 1), torch.eye(DIM)[1:2].repeat(100, 1)])

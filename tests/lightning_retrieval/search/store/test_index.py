@@ -319,7 +319,7 @@ def test_hamming_distances_need_an_index_that_was_built_for_them():
 
 def test_a_search_sees_one_state_while_another_thread_edits():
     index = RetrievalIndex(DIM, "IVF4,Flat", parameters="nprobe=4", shards=3)
-    index.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)])
+    index.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)], columns={"row": range(ROWS)})
     assert search_while_edited(index, 100) == []
 
 

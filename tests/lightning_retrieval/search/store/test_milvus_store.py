@@ -84,7 +84,18 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["add", "search", "request", "search_with_paths", "remove", "paths", "columns", "set_parameters"]
+    "name",
+    [
+        "add",
+        "search",
+        "request",
+        "search_with_paths",
+        "search_with_metadata",
+        "remove",
+        "paths",
+        "columns",
+        "set_parameters",
+    ],
 )
 def test_its_methods_take_what_those_of_retrieval_index_take(name):
     of_store = str(inspect.signature(getattr(MilvusStore, name)))  # jaxtyping makes a class for each annotation
@@ -92,8 +103,8 @@ def test_its_methods_take_what_those_of_retrieval_index_take(name):
 
 
 def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):
-    store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", DIM))
-    store.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)])
+    store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", DIM, columns={"row": "number"}))
+    store.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)], columns={"row": range(ROWS)})
     assert search_while_edited(store, 10) == []
 
 

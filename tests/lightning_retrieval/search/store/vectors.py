@@ -54,9 +54,9 @@ def memory(field):
 
 
 def search_while_edited(index, edits):
-    """Search in three threads while this one removes rows and adds them again; the errors and wrong paths they meet.
+    """Search in three threads while this one removes rows and adds them again; the errors and wrong rows they meet.
 
-    The index is of `vectors()`, with the row numbers as ids and in the paths.
+    The index is of `vectors()`, with the row numbers as ids, in the paths and in the column `row`.
     """
     wrong, searches, is_over = [], [], threading.Event()
 
@@ -64,10 +64,11 @@ def search_while_edited(index, edits):
         queries = vectors(8, seed=seed)
         while not is_over.is_set():
             try:
-                _, ids, paths = index.search_with_paths(queries, index.request(20))
+                _, ids, paths, metadata = index.search_with_metadata(queries, index.request(20))
                 expected = [["" if row < 0 else f"{row}.jpg" for row in rows] for rows in ids.tolist()]
-                if paths != expected:
-                    wrong.append((paths, expected))
+                expected_rows = [[{} if row < 0 else {"row": row} for row in rows] for rows in ids.tolist()]
+                if (paths, metadata) != (expected, expected_rows):
+                    wrong.append((paths, metadata))
             except Exception as error:
                 wrong.append(error)
             searches.append(seed)
@@ -79,7 +80,7 @@ def search_while_edited(index, edits):
         for edit in range(edits):
             rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(edit))[:200]
             index.remove(rows)
-            index.add(vectors()[rows], rows, [f"{row}.jpg" for row in rows.tolist()])
+            index.add(vectors()[rows], rows, [f"{row}.jpg" for row in rows.tolist()], columns={"row": rows})
     finally:
         is_over.set()
         for thread in threads:
