@@ -339,7 +339,9 @@ class RetrievalIndex:
             ValueError: as in `search`.
             TypeError: as in `search`.
         """
-        return self.search_with_metadata(queries, request, [])[:3]
+        with owned_by(OWNER), self._lock.reading():
+            similarities, ids = self._search(queries, request)
+            return similarities, ids, list(map(self._table.paths_of_found, ids.numpy()))
 
     def search_with_metadata(
         self, queries: Queries, request: Request, columns: Sequence[str] | None = None
