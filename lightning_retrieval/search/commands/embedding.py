@@ -24,6 +24,7 @@ from lightning_retrieval.checkpoints import (
     find_checkpoint,
     find_damage,
     is_checkpoint,
+    is_of_another_program,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_integer, first_line, first_of
@@ -316,12 +317,17 @@ def load_checkpoint(checkpoint: Path) -> Any:
     damage = find_damage(checkpoint)
     if damage is not None:
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
+    saved: Any = None
     try:
         saved = read_checkpoint(checkpoint)
         network: Any = restored_network(saved)
         if network is None:
             network = _restored_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
+        if saved is not None and is_of_another_program(saved):
+            got = f"{checkpoint}, which another program wrote"
+            cure = "give its weights with `backbone` and `weights`"
+            raise InvalidValue(rule, argument="checkpoint", got=got, cure=cure) from None
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     network.steps_of_training = int(saved.get("global_step") or 0)
     return network
