@@ -31,7 +31,7 @@ from lightning_retrieval.checks import check_integer, first_line, first_of
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table, reason_of_missing
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
@@ -132,6 +132,10 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
     table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
     paths = parse_images(table, root)
+    if not any((root / path).is_file() for path in paths):
+        got = f"{images}, of whose {len(paths):,} images none is in {root}, such as {paths[0]}"
+        cure = reason_of_missing(root, paths[0]) or "give the folder that the paths are relative to as `root`"
+        raise InvalidValue("must be a table of images that exist", argument="images", got=got, cure=cure)
     if "label" in table.columns:
         check_values(table, "label")
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]

@@ -242,7 +242,7 @@ def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
 # Configs of other projects, as they write them, and what is wrong with each here.
 CONFIGS_OF_OTHERS = {
     "a class of its own": (
-        "model:\n  class_path: src.models.TripletModel\n  init_args: {backbone: resnet50}\ndata: {class_path: Glyphs}\n",
+        "model:\n  class_path: src.models.TripletModel\n  init_args: {arch: resnet50}\ndata: {class_path: Glyphs}\n",
         "the config names the class src.models.TripletModel, but there is no module src; install its package, or run "
         "`python -m lightning_retrieval.cli`, ",
     ),
