@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_retrieval.checks import check_string, short_repr
+from lightning_retrieval.first_checks import names_in_text
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 SIDES = ("left", "top", "right", "bottom")
@@ -65,7 +66,9 @@ class TableFormat:
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
             raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))
-        names = _names_in_text(columns)
+        names = columns
+        if isinstance(columns, str):
+            names = names_in_text(columns)
         _check_columns(names)
         return TableFormat(names, separator)
 
@@ -126,20 +129,6 @@ class TableFormat:
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
             return "give `columns` 'oml', for tables of open-metric-learning"
         return "name columns that have other names with `columns`, such as 'path' for 'image' by image=path"
-
-
-def _names_in_text(columns: Any) -> Any:
-    """The names in a text of pairs such as `image=path,label=class`; anything else as it is."""
-    if not isinstance(columns, str) or "=" not in columns:
-        return columns
-    names: dict[str, str] = {}
-    for pair in columns.split(","):
-        here, _, theirs = map(str.strip, pair.partition("="))
-        if not here or not theirs or here in names:
-            rule = "must be pairs such as image=path,label=class, one for each name"
-            raise InvalidValue(rule, argument="columns", got=columns)
-        names[here] = theirs
-    return names
 
 
 def _check_columns(columns: Any) -> None:

@@ -638,7 +638,7 @@ def test_names_of_columns_may_be_pairs_in_a_text(tmp_path, columns):
         (
             "image,label\na.jpg,1\n",
             "image=path,image=b",
-            r"`columns` must be pairs such as image=path,label=class, one",
+            r"`columns` must be pairs such as image=path,label=class, got",
         ),
     ],
 )
