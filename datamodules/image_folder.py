@@ -341,7 +341,9 @@ class ImageFolder(ImageDataModule):
 
     Raises:
         FileNotFoundError: if `root` does not exist.
-        ValueError: if there are no class folders with images, or `test_fraction` leaves no class in one of the sets.
+        ValueError: if there are no class folders with images, the folders are those of other splits or of roles, such
+            as `train` and `val` without `test`, or `query` and `gallery`, or `test_fraction` leaves no class in one of
+            the sets.
         TypeError: if `categories` is not a bool, or `classes` has another type.
 
     Example:

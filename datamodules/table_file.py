@@ -770,12 +770,7 @@ def _check_header(
         place = path if is_parquet else f"line 1 of {path}"
         raise InvalidValue(absent, argument="columns", got=f"{','.join(named)!r} in {place}")
     header = table_format.renamed(named)
-    missing = find_missing(required, header)
-    if "tags" in header and "label" in missing:
-        missing.remove("label")
-    missing_sides = find_missing(SIDES, header)
-    if "image" in required and "box" not in header and len(missing_sides) < len(SIDES):
-        missing += missing_sides
+    missing = _missing_columns(header, required)
     if missing:
         columns = " and ".join(required).replace("label", "label (or tags)")
         sides = ""
@@ -787,9 +782,26 @@ def _check_header(
             rule = f"{path} must have the columns {columns}{sides}"
         got = f"{','.join(named)!r}, which lacks {', '.join(missing)}"
         raise InvalidValue(rule, got=got, cure=table_format.cure(named))
-    if any(map(IMAGE_FILE.search, named)) and not is_parquet:
-        got = repr(table_format.delimiter.join(named))
-        raise InvalidValue(f"line 1 of {path} must name the columns", got=got, cure=table_format.cure(named))
+    if not is_parquet:
+        _check_no_row(path, named, table_format)
     for name in wanted:
         if list(header).count(name) > 1:
             raise InvalidValue(f"line 1 of {path} must name each column once", got=f"{name} twice")
+
+
+def _missing_columns(header: Sequence[str], required: Sequence[str]) -> list[str]:
+    """The required columns that a header lacks."""
+    missing = find_missing(required, header)
+    if "tags" in header and "label" in missing:
+        missing.remove("label")
+    missing_sides = find_missing(SIDES, header)
+    if "image" in required and "box" not in header and len(missing_sides) < len(SIDES):
+        missing += missing_sides
+    return missing
+
+
+def _check_no_row(path: Path, named: Sequence[str], table_format: TableFormat) -> None:
+    """Raise if the column of the images has the name of an image file: the first line is then a row."""
+    if IMAGE_FILE.search(table_format.names.get("image", "")):
+        got = repr(table_format.delimiter.join(named))
+        raise InvalidValue(f"line 1 of {path} must name the columns", got=got, cure=table_format.cure(named))

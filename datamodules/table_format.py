@@ -116,19 +116,27 @@ class TableFormat:
         """
         if header and header[0].startswith("sep="):
             return "delete this line, which only Excel reads"
-        is_spaced = len(header) == 1 and len(header[0].split()) > 1
-        has_no_names = any(map(IMAGE_FILE.search, header))
-        if is_spaced and not any(delimiter in header[0] for delimiter in DELIMITERS):
-            names = " and add a first line such as image,label" if has_no_names else ""
-            return f"write commas in place of the spaces{names}"
-        if has_no_names:
-            return "line 1 is a row, so add a line of names above it, such as image,label"
+        cure = _cure_of_lists(header)
+        if cure:
+            return cure
         for delimiter in DELIMITERS:
             if len(header) == 1 and delimiter in header[0]:
                 return f"give `delimiter` {delimiter!r}"
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
             return "give `columns` 'oml', for tables of open-metric-learning"
         return "name columns that have other names with `columns`, such as 'path' for 'image' by image=path"
+
+
+def _cure_of_lists(header: Sequence[str]) -> str:
+    """What helps if the first line is a row, or its fields are separated by spaces; empty if neither is so."""
+    is_spaced = len(header) == 1 and len(header[0].split()) > 1
+    has_no_names = any(map(IMAGE_FILE.search, header))
+    if is_spaced and not set(header[0]) & set(DELIMITERS):
+        names = " and add a first line such as image,label" if has_no_names else ""
+        return f"write commas in place of the spaces{names}"
+    if has_no_names:
+        return "line 1 is a row, so add a line of names above it, such as image,label"
+    return ""
 
 
 def _check_columns(columns: Any) -> None:

@@ -125,13 +125,20 @@ def _prefixes(tensors: Mapping[str, Tensor], needed: Collection[str]) -> list[st
     """What the names of the tensors begin with, if a name with each of the needed ends follows it."""
     first = next(iter(needed), "")
     ending = [name for name in tensors if first and f".{name}".endswith(f".{first}")]
-    prefixes = [name.removesuffix(first) for name in ending]
-    return [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in needed)]
+    found = []
+    for prefix in (name.removesuffix(first) for name in ending):
+        if tensors.keys() >= {f"{prefix}{name}" for name in needed}:
+            found.append(prefix)
+    return found
+
+
+def _is_evaluated(prefix: str) -> bool:
+    return any(part in prefix for part in EVALUATED)
 
 
 def _chosen(path: str, prefixes: list[str]) -> str:
     """The prefix of the only network, or of the one of several that is evaluated; raises if there is no such one."""
-    evaluated = [prefix for prefix in prefixes if any(part in prefix for part in EVALUATED)]
+    evaluated = list(filter(_is_evaluated, prefixes))
     if len(prefixes) > 1 and len(evaluated) != 1:
         rule = "must be a file with the weights of one network"
         got = f"{path}, which has those of {len(prefixes)}, whose names begin with {first_of(prefixes)}"
