@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ from lightning_retrieval.checkpoints import (
     delete_temporary_checkpoints,
     find_checkpoint,
     is_checkpoint,
+    is_of_another_program,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
@@ -50,6 +52,7 @@ from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     FORMAT,
+    INSTALLED,
     accepted_arguments,
     add_named_packages,
     constructor_parameters,
@@ -95,6 +98,11 @@ SUGGESTION = re.compile(r"^[ -]*((?:there is no class .*\?|\w+ has no argument .
 UNKNOWN_ARGUMENT = re.compile(
     r"(?:Parser key \"([\w.]+)\":\s+)?Problem with given class_path '([\w.]+)':\s+Option '([\w-]+)[\w.-]*' is not"
 )
+UNKNOWN_MODULE = re.compile(r"Problem with given class_path '([\w.]+)':\s+No module named '([\w.]+)'")
+OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
+BASES = {"CheckpointedModule": ("model", "RetrievalModule"), "LightningDataModule": ("data", "LightningDataModule")}
+OF_SWEEP = re.compile(r"does not accept option 'parameters\.")
+SWEEP = "--config must be a config of a run, got one of a sweep of Weights & Biases; `wandb sweep FILE` starts a sweep"
 CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
@@ -278,6 +286,8 @@ class RetrievalCLI(LightningCLI):
             self.parser.error(f"`--ckpt_path` must be a checkpoint of plain values, got {path} ({first_line(error)}).")
         if not isinstance(content, dict):
             self.parser.error(f"`--ckpt_path` must be a checkpoint of Lightning, got {path}, which holds no dict.")
+        if "pytorch-lightning_version" not in content:
+            self.parser.error(_of_another_program(path))
         return content
 
     def instantiate_classes(self) -> None:
@@ -304,6 +314,8 @@ class RetrievalCLI(LightningCLI):
             with owned_by(cls.__name__):
                 self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:
+            if is_of_another_program(self._checkpoint):
+                self.parser.error(_of_another_program(self.config[subcommand].ckpt_path))
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
@@ -394,7 +406,10 @@ class RetrievalCLI(LightningCLI):
                     rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1."""
+        """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1.
+
+        Invalid input is reported as one sentence, unless the user's own code has led to it.
+        """
         with self._locked_run_folder():
             try:
                 with owned_by(self._owner):
@@ -403,8 +418,10 @@ class RetrievalCLI(LightningCLI):
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)
                 raise
-            except NotWritten as error:
-                self.parser.error(str(error))
+            except Invalid as error:
+                if isinstance(error, NotWritten) or not _passes_through_own_code(error):
+                    self.parser.error(str(error))
+                raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
                 if error.errno in (*NO_SPACE, *NOT_PERMITTED):
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
@@ -480,6 +497,24 @@ def _parts_of_both(given: Any, used: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(given, list) and isinstance(used, list) and len(given) == len(used):
         return [("", *values) for values in zip(given, used)]
     return []
+
+
+def _of_another_program(path: Any) -> str:
+    """The sentence about a `--ckpt_path` that another program wrote."""
+    return (
+        f"`--ckpt_path` must be a checkpoint of a RetrievalModule, got {path}, which another program wrote; to begin "
+        "with its weights, give it as `weights` of the Embedder in the config."
+    )
+
+
+def _passes_through_own_code(error: BaseException) -> bool:
+    """Whether a function of the user is in the traceback of an error, which then says where the mistake is."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        is_installed = not INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)
+        if package not in (*sys.stdlib_module_names, "lightning_retrieval") and not is_installed:
+            return True
+    return False
 
 
 def _sentence(error: BaseException) -> str | None:
@@ -606,7 +641,19 @@ class _Parser(LightningArgumentParser):
 
 
 def _suggestion(message: str) -> str | None:
-    """A sentence to replace jsonargparse's message if an unknown name is similar to a known name; else None."""
+    """A sentence to replace jsonargparse's message about an unknown name or a config of another program; else None."""
+    if OF_SWEEP.search(message) is not None:
+        return SWEEP
+    no_module = UNKNOWN_MODULE.search(message)
+    if no_module is not None:
+        return (
+            f"the config names the class {no_module[1]}, but there is no module {no_module[2]}; install its package, "
+            "or run `python -m lightning_retrieval.cli`, which is the same command, in the folder that has the module"
+        )
+    other = OTHER_CLASS.search(message)
+    if other is not None and other[2] in BASES:
+        key, base = BASES[other[2]]
+        return f"`{key}` must be of the class {base} or a subclass, got {other[1]}"
     of_nested = SUGGESTION.search(message)
     if of_nested is not None:
         return of_nested[1]
@@ -625,6 +672,9 @@ def _argument_meant(key: str | None, path: str, unknown: str) -> str | None:
     """A sentence on an unknown argument of a class; None if the class is not known."""
     module, _, name_of_class = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
+    if name_of_class in BASES:  # it takes the place of a class that is not named
+        key = BASES[name_of_class][0]
+        return f"`{key}` must name its class as class_path, and have arguments such as {unknown} as init_args"
     if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
         return None
     names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
