@@ -79,6 +79,7 @@ EXAMPLES = {
     "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
     "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
 }
+POSITIONAL = "a config is given as --config FILE, a checkpoint as --ckpt_path FILE"
 CONFIGS = "lightning-retrieval"  # name of the mode of jsonargparse that reads configs
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # The compact help shows the name of each option, the first sentence of its description, and its default.
@@ -602,7 +603,7 @@ class _Parser(LightningArgumentParser):
         sentence = _suggestion(message)
         if sentence is None and self.exit_on_error:  # the parser of a class does not know the name of the class
             sentence = invalid_value(message)
-        super().error(sentence or unknown_option(self, message), ex)
+        super().error(sentence or unknown_option(self, message, positional=POSITIONAL), ex)
 
 
 def _suggestion(message: str) -> str | None:

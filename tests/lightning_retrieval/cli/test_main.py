@@ -175,6 +175,24 @@ def test_an_unknown_argument_is_shown_in_one_line(args, shown, capsys):
     )
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("args", "cure"),
+    [
+        ("check", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check photos", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check --root photos", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check --data ImageFolder photos", "photos; a folder is given as --data ImageFolder --root FOLDER"),
+        ("fit photos.yaml", "photos.yaml; a config is given as --config FILE, a checkpoint as --ckpt_path FILE"),
+        ("test logs/photos", "logs/photos; a config is given as --config FILE, a checkpoint as --ckpt_path FILE"),
+    ],
+)
+def test_a_path_without_its_option_is_answered_with_the_option(args, cure, capsys):
+    code, out, err = run(capsys, *args.split())
+    assert (code, out) == (2, "")
+    assert re.search(cure, err)
+
+
 def test_index_names_all_missing_options(capsys):
     _, _, err = run(capsys, "index")
     assert "--output, --checkpoint, --images; --embeddings replaces --checkpoint and --images" in err
