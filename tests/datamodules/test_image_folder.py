@@ -159,7 +159,11 @@ def test_a_fraction_that_leaves_no_class_raises(tmp_path):
         (["a"], None, r"one class, 'a'; add classes\."),
         (["a", "b/1", "b/2"], None, r"one class, 'a'; 6 more images lie deeper than .*, such as b/1/.*: classes="),
         (["a", "."], None, r"one class, 'a'; 3 more images lie higher than <class>/<image>, such as 0\.jpg\."),
-        (["pets/a", "pets/b/1"], "top", r"one class, 'pets'; if the 2 folders in it are the classes, pass root=\S+/pets"),
+        (
+            ["pets/a", "pets/b/1"],
+            "top",
+            r"one class, 'pets'; if the 2 folders in it are the classes, pass root=\S+/pets",
+        ),
         (["x/pets/a", "x/pets/b"], 2, r"one class, 'x/pets'; if the 2 folders in it are .*, pass root=\S+/x/pets\."),
     ],
 )
