@@ -403,8 +403,9 @@ class ImageTable(ImageDataModule):
             `split`.
         split_seed: determines which classes form the test set.
         columns: the names of the table's columns, if they differ, by the names above: `{"image": "path", "label":
-            "class"}`. `"oml"` stands for the tables of open-metric-learning, with `path`, `is_query` and `is_gallery`.
-        delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
+            "class"}`, or `"image=path,label=class"`. `"oml"` stands for the tables of open-metric-learning, with
+            `path`, `is_query` and `is_gallery`.
+        delimiter: the character that separates the fields of a CSV file, such as `";"`; `"tab"` is a tab.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
             `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,

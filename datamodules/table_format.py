@@ -1,7 +1,7 @@
 """What the columns of the user's table are named, and what separates its fields.
 
-`columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`. The
-word `"oml"` stands for the tables of open-metric-learning:
+`columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`, or
+`"image=path,label=class"`, as it is written on a command line. The word `"oml"` stands for the tables of open-metric-learning:
 
 | here | in their tables |
 | --- | --- |
@@ -14,7 +14,7 @@ word `"oml"` stands for the tables of open-metric-learning:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning_retrieval.checks import check_string, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
@@ -28,7 +28,9 @@ OML_SPLITS = {"validation": "val"}
 DELIMITERS = (",", ";", "\t", "|")
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 
-ColumnNames = dict[str, str] | Literal["oml"] | None
+TAB = ("tab", "\\t")  # its names on a command line
+
+ColumnNames = dict[str, str] | str | None
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,22 @@ class TableFormat:
         """The format with these settings.
 
         Args:
-            columns: as for the class.
-            delimiter: as for the class.
+            columns: as for the class, or pairs such as `"image=path,label=class"`.
+            delimiter: as for the class, or a name of the tab.
 
         Raises:
-            ValueError: if `columns` has an unknown name, or one column for two names, or `delimiter` is not one
-                character that can separate fields.
+            ValueError: if `columns` is another text, has an unknown name, or one column for two names, or `delimiter`
+                is not one character that can separate fields.
             TypeError: if an argument has the wrong type.
         """
         separator = check_string("delimiter", delimiter)
+        if separator in TAB:
+            separator = "\t"
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
             raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))
+        if isinstance(columns, str) and "=" in columns:
+            columns = _columns_of_pairs(columns)
         _check_columns(columns)
         return TableFormat(columns, separator)
 
@@ -112,14 +118,27 @@ class TableFormat:
                 return f"give `delimiter` {delimiter!r}"
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
             return "give `columns` 'oml', for tables of open-metric-learning"
-        return "name columns that have other names with `columns`, such as 'path' for 'image'"
+        return "name columns that have other names with `columns`, such as image=path,label=class"
+
+
+def _columns_of_pairs(text: str) -> dict[str, str]:
+    """The names of columns in pairs such as `image=path,label=class`."""
+    names: dict[str, str] = {}
+    for pair in text.split(","):
+        here, separator, theirs = map(str.strip, pair.partition("="))
+        if not separator or not here or not theirs:
+            raise InvalidValue("must be pairs such as image=path,label=class", argument="columns", got=text)
+        if here in names:
+            raise InvalidValue("must have one pair for each name", argument="columns", got=text)
+        names[here] = theirs
+    return names
 
 
 def _check_columns(columns: Any) -> None:
     """Raise unless `columns` is a dict of names, `"oml"` or None."""
     if columns is None or (isinstance(columns, str) and columns == "oml"):
         return
-    rule = "must be a dict from names of this library to those of the table, or 'oml'"
+    rule = "must be a dict from names of this library to those of the table, such as image=path,label=class, or 'oml'"
     if isinstance(columns, str):
         raise InvalidValue(rule, argument="columns", got=short_repr(columns))
     if not isinstance(columns, Mapping):

@@ -226,13 +226,11 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
 def _add_table_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
-        type=_column_names,
         metavar="NAMES",
         help="names of the table's columns, if they differ, as image=path,label=class; oml: of open-metric-learning",
     )
     parser.add_argument(
         "--delimiter",
-        type=_delimiter,
         default=",",
         metavar="C",
         help="character that separates the fields of a CSV file, such as ';' or tab, default a comma",
@@ -489,26 +487,6 @@ def _add_embedding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
     parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
     parser.add_argument("--device", help="device that the model runs on, default cuda if there is one, else cpu")
-
-
-def _column_names(text: str) -> dict[str, str] | str:
-    """The names of columns: a word, or pairs such as `image=path,label=class`."""
-    if "=" not in text:
-        return text
-    names = {}
-    for pair in text.split(","):
-        here, separator, theirs = pair.partition("=")
-        if not separator or not here.strip() or not theirs.strip():
-            raise argparse.ArgumentTypeError(f"must be pairs such as image=path,label=class, got {text}")
-        names[here.strip()] = theirs.strip()
-    return names
-
-
-def _delimiter(text: str) -> str:
-    """The character; `tab` and `\\t` are names of the tab."""
-    if text in ("tab", "\\t"):
-        return "\t"
-    return text
 
 
 def _positive(text: str) -> int:

@@ -387,6 +387,15 @@ def test_counts_and_missing_files(tmp_path, capsys):
     code, out, err = run(capsys, "check", "--data=ImageTable", "--root", tmp_path, "--table", table)
     assert (code, err) == (1, "")
     assert "missing: gone.png" in out.splitlines()
+    table.write_text("Datei\tLand\tsplit\na/0.png\ta\ttrain\nb/0.png\tb\ttest\n")
+    args = ("check", "--data=ImageTable", "--root", tmp_path, "--table", table, "--delimiter", "tab")
+    for option in ("--columns", "--data.columns"):
+        code, out, err = run(capsys, *args, option, "image=Datei,label=Land")
+        assert (code, err) == (0, "")
+        assert [line.split() for line in out.splitlines()[1:3]] == [["train", "1", "1"], ["test", "1", "1"]]
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert "with `--columns`, such as image=path,label=class" in err
 
 
 @pytest.mark.refusal
