@@ -1,7 +1,8 @@
 """What the columns of the user's table are named, and what separates its fields.
 
 `columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`, or
-`"image=path,label=class"`, as it is written on a command line. The word `"oml"` stands for the tables of open-metric-learning:
+`"image=path,label=class"`, as it is written on a command line. The word `"oml"` stands for the tables of
+open-metric-learning:
 
 | here | in their tables |
 | --- | --- |
