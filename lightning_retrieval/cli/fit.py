@@ -263,8 +263,12 @@ class RetrievalCLI(LightningCLI):
         try:
             if path:
                 check_path("--ckpt_path", path, owner=self._owner)
-            if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
+            is_folder = path and Path(path).is_dir() and not is_checkpoint(Path(path))
+            if is_folder and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
+            elif is_folder and next(Path(path).rglob("*.ckpt"), None) is not None:
+                rule = "must be a checkpoint, or last, which continues the newest run of the config"
+                raise InvalidValue(rule, self._owner, "--ckpt_path", got=f"{path}, a folder of runs")
             check_checkpoint(path)
         except Invalid as error:
             self.parser.error(str(error.of(self._owner, checkpoint="--ckpt_path")))
