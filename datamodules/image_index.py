@@ -162,7 +162,7 @@ def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.i
     return numbers, list(map(str, classes))
 
 
-def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
+def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: int, *, cure: str = "") -> set[Any]:
     """Draw a fraction of the classes at random; the result does not depend on the order of `classes`.
 
     Args:
@@ -170,6 +170,7 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
         classes: all classes.
         fraction: the fraction to draw.
         seed: determines which classes are drawn.
+        cure: what helps if there is one class, which no fraction splits; "" if nothing is known.
 
     Raises:
         ValueError: if no class or every class would be drawn.
@@ -181,6 +182,9 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"
+        if len(classes) == 1:
+            got = f"{fraction} of one class, {short_repr(classes[0])}"
+            raise InvalidValue(rule, argument=setting, got=got, cure=cure or "add classes")
         got = f"{fraction} of {len(classes)} classes"
         raise InvalidValue(rule, argument=setting, got=got, cure="change it, or add classes")
     ordered = sorted(classes)
