@@ -176,15 +176,14 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
         ValueError: if no class or every class would be drawn.
     """
     if len(classes) < 2:
-        rule, cure = "must have at least two classes to split", "give each class a label, or a folder, of its own"
-        got = ", ".join(map(short_repr, classes)) or "none"
-        raise InvalidValue(rule, argument=setting, got=got, cure=cure)
+        got = "none"
+        if classes:
+            got = f"one class, {short_repr(classes[0])}"
+        cure = cure or "give each class a label, or a folder, of its own"
+        raise InvalidValue("must have at least two classes to split", argument=setting, got=got, cure=cure)
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"
-        if len(classes) == 1:
-            got = f"{fraction} of one class, {short_repr(classes[0])}"
-            raise InvalidValue(rule, argument=setting, got=got, cure=cure or "add classes")
         got = f"{fraction} of {len(classes)} classes"
         raise InvalidValue(rule, argument=setting, got=got, cure="change it, or add classes")
     ordered = sorted(classes)

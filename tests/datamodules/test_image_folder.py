@@ -208,7 +208,7 @@ def test_a_fraction_that_leaves_no_class_raises(tmp_path):
 @pytest.mark.parametrize(
     ("names", "classes", "cure"),
     [
-        (["a"], None, r"one class, 'a'; add classes\."),
+        (["a"], None, r"one class, 'a'; give each class a label,"),
         (["a", "b/1", "b/2"], None, r"one class, 'a'; 6 more images lie deeper than .*, such as b/1/.*: classes="),
         (["a", "."], None, r"one class, 'a'; 3 more images lie higher than <class>/<image>, such as 0\.jpg\."),
         (
@@ -222,7 +222,7 @@ def test_a_fraction_that_leaves_no_class_raises(tmp_path):
 def test_a_root_with_one_class_says_where_the_others_may_be(tmp_path, names, classes, cure):
     for name in names:
         write_folders(tmp_path, [name])
-    with pytest.raises(ValueError, match=rf"`test_fraction` must leave at least one class .*, got 0.5 of {cure}"):
+    with pytest.raises(ValueError, match=rf"`test_fraction` must have at least two classes to split, got {cure}"):
         ImageFolder(tmp_path, classes=classes).prepare_data()
 
 

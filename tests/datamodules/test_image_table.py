@@ -568,7 +568,7 @@ def test_the_table_of_open_metric_learning_by_one_word(tmp_path):
     [
         ({"columns": "other"}, r"`columns` must be a dict .* or 'oml', got 'other'"),
         ({"columns": "image="}, r"`columns` must be pairs such as image=path,label=class, got image=\.$"),
-        ({"columns": "image=a,image=b"}, r"`columns` must have one pair for each name, got image=a,image=b"),
+        ({"columns": "image=a,image=b"}, r"`columns` must be pairs such as .*, got image=a,image=b"),
         ({"columns": {"picture": "path"}}, r"`columns` must have names among text, image, .*, got 'picture'"),
         ({"columns": {"image": 3}}, r"`columns` must be a dict .*, got 3 \(int\)"),
         ({"columns": ["image"]}, r"`columns` must be a dict .* \(list\)"),
@@ -634,7 +634,7 @@ def test_names_of_columns_may_be_pairs_in_a_text(tmp_path, columns):
         (
             "image,label\na.jpg,1\nb.jpg,1\n",
             None,
-            r"`test_fraction` must have at least two classes to split, got 1; give",
+            r"`test_fraction` must have at least two classes to split, got one class, 1; give",
         ),
         (
             "image,label,split\na.jpg,1,train\nb.jpg,2,query\nc.jpg,2,gallery\n",
