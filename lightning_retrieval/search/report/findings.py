@@ -114,6 +114,7 @@ class Findings:
     Args:
         means: the metrics by name, and their 95 % intervals.
         queries: the AP of each query and the values of other metrics, by name; NaN without a positive.
+        without_positive: why each query without a positive has none, by its id.
         neighbours: the nearest images of each query.
         images: number of images in the gallery.
         label_of: the label of each image by its id.
@@ -129,6 +130,7 @@ class Findings:
 
     means: Mapping[str, tuple[float, float, float]]
     queries: Mapping[str, Tensor]
+    without_positive: Mapping[int, str]
     neighbours: Neighbours
     images: int
     label_of: Mapping[int, int]
@@ -147,12 +149,6 @@ class Findings:
         if len(self.nearest.negatives) == 0:
             return None
         return self.nearest.threshold(self.false_match_rate)
-
-    @property
-    def without_positive(self) -> list[int]:
-        """The ids of the queries that have no positive."""
-        chosen: list[int] = self.queries["ids"][self.queries["AP"].isnan()].tolist()
-        return chosen
 
     @property
     def worst_queries(self) -> Int[Tensor, " query"]:
@@ -189,6 +185,7 @@ def find_errors(
     return Findings(
         means={name: (float(means[name]), *ends) for name, ends in intervals.items()},
         queries=queries,
+        without_positive=metrics.why_skipped(),
         neighbours=neighbours,
         images=len(lists.gallery_ids),
         label_of=labels,

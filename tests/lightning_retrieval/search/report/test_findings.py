@@ -1,10 +1,15 @@
 """What a report finds, against plain loops, and where wrong labels and duplicates were planted."""
 
+import csv
+import io
 import math
+import re
+from html import unescape
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.metrics.thresholds import NearestScores
@@ -16,6 +21,10 @@ from lightning_retrieval.search.report.findings import (
     near_duplicates,
     probably_mislabelled,
 )
+from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.page import ReportPage
+from lightning_retrieval.search.report.table import report_table
+from tests.lightning_retrieval.relevance_rules import NearInTime
 
 
 def clusters(classes=8, of_class=9, noise=0.6, seed=0):
@@ -149,3 +158,41 @@ def test_everything_of_a_set_agrees_with_the_metrics():
     assert len(worst) == 63
     assert found.counts.sum(1).tolist() == [7 * 9 * 8, 72 * 71 - 7 * 9 * 8]
     assert float(found.nearest.false_match_rates(found.threshold)) <= 0.1
+
+
+# Sets in which a query has no positive although another image has its label: the rule, the columns of images of label 5
+# (the query, two others) and of label 6 (two), their roles and cameras, and the reason.
+ALTHOUGH_THERE_IS_ANOTHER = {
+    "cameras": (None, [5, 5, 5, 6, 6], None, [1, 1, 1, 1, 2], "all other images of its label in the gallery have its"),
+    "roles": (None, [5, 5, 5, 6, 6], [1, 1, 1, 3, 3], None, "no other image of its label is in the gallery"),
+    "levels": (
+        None,
+        [[5, 9], [4, 9], [3, 9], [6, 8], [6, 8]],
+        None,
+        None,
+        "there is no other image of its finest label",
+    ),
+    "a rule": (NearInTime(), [[5, 0], [5, 10], [5, 20], [6, 0], [6, 1]], None, None, "is a relevant candidate by Near"),
+}
+
+
+@pytest.mark.parametrize("case", ALTHOUGH_THERE_IS_ANOTHER)
+def test_page_and_table_say_why_a_query_has_no_positive(case):
+    rule, columns, roles, cameras, reason = ALTHOUGH_THERE_IS_ANOTHER[case]
+    metrics = RetrievalMetrics((1,), relevance=rule)
+    given = {"roles": roles, "cameras": cameras}
+    optional = {name: torch.tensor(values) for name, values in given.items() if values is not None}
+    metrics.update(torch.randn(5, 4), torch.tensor(columns), torch.arange(5), **optional)
+    found = find_errors(metrics, 0.1)
+    assert found.without_positive == metrics.why_skipped()
+    assert list(found.without_positive) == [0, 1, 2]
+    images = ReportedImages("{}.png".format, str, lambda _: Image.new("RGB", (4, 4)))
+    rows = list(csv.DictReader(io.StringIO(report_table(found, images).decode())))
+    of_queries = {row["image"]: row["reason"] for row in rows if row["finding"] == "no positive"}
+    assert list(of_queries) == ["0.png", "1.png", "2.png"]
+    assert all(reason in text for text in of_queries.values())
+    source = ReportPage(found, images, "report.csv").source("title", "about")
+    section = unescape(source[source.index("<h2>No positive") :])
+    (heading,) = re.findall("<h3>(.*?)</h3>", section)
+    assert heading == f"3 queries: {of_queries['0.png']}"
+    assert section.count("<li") == 3
