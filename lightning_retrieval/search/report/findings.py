@@ -41,7 +41,7 @@ class Neighbours:
     Args:
         ids: id of each query.
         labels: label of each query.
-        others: number of other images with the query's label in the gallery.
+        others: number of other images with the query's label in its list.
         near: ids of the nearest images.
         near_labels: their labels.
         near_sizes: number of images with the same label in the gallery.
@@ -208,6 +208,8 @@ def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighb
     shape, device = (len(lists.query_ids), k), lists.query_ids.device
     scores = torch.zeros(shape, dtype=lists.gallery_rows.local.dtype, device=device)
     positions = torch.zeros(shape, dtype=torch.int64, device=device)
+    others = torch.zeros_like(lists.query_ids)
+    labels, gallery_labels = lists.lists.finest.columns[:, 0], lists.lists.finest.ref_columns[:, 0]
     for _, block in lists.query_rows.blocks():
         scores[block] = -torch.inf
     for queries, gallery, found, _, candidate in score_blocks(lists):
@@ -215,21 +217,19 @@ def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighb
         of_both = torch.cat([positions[queries], gallery.start + column], 1)
         scores[queries], order = torch.cat([scores[queries], highest], 1).topk(k, dim=1)
         positions[queries] = of_both.gather(1, order)
+        others[queries] += (candidate & (labels[queries, None] == gallery_labels[gallery])).sum(1)
     shard.add_up(scores)  # for each query, all other processes have zeros, so the sum is exact
     shard.add_up(positions)
+    shard.add_up(others)
     by_id = lists.query_ids.argsort()
-    return _neighbours(lists, by_id, scores[by_id], positions[by_id]), lists
+    return _neighbours(lists, by_id, scores[by_id], positions[by_id], others[by_id]), lists
 
 
-def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor) -> Neighbours:
+def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor, others: Tensor) -> Neighbours:
     """The neighbours, on the CPU, of queries in the order of `by_id`."""
-    finest = lists.lists.finest
-    labels, gallery_labels = finest.columns[by_id, 0], finest.ref_columns[:, 0]
-    unique, inverse, counts = gallery_labels.unique(return_inverse=True, return_counts=True)
+    labels, gallery_labels = lists.lists.finest.columns[by_id, 0], lists.lists.finest.ref_columns[:, 0]
+    inverse, counts = gallery_labels.unique(return_inverse=True, return_counts=True)[1:]
     size_of_image = counts[inverse]
-    place = torch.searchsorted(unique, labels).clamp(max=max(0, len(unique) - 1))
-    is_in_gallery = (lists.self_index[by_id] >= 0).long()
-    others = torch.where(unique[place] == labels, counts[place] - is_in_gallery, 0)
     near_labels = gallery_labels[positions].masked_fill(scores == -torch.inf, NO_CLASS)
     return Neighbours(
         ids=lists.query_ids[by_id].cpu(),

@@ -46,26 +46,31 @@ def list_of(scores, row, candidates):
     return sorted(candidates, key=lambda other: -float(scores[row, other]))
 
 
-@pytest.mark.parametrize("with_roles", [False, True])
-def test_neighbours_are_those_of_a_sort(with_roles):
+@pytest.mark.parametrize("case", ["plain", "roles", "cameras"])
+def test_neighbours_are_those_of_a_sort(case):
     embeddings, labels = clusters()
-    count, roles = len(labels), None
-    if with_roles:
+    count, roles, cameras = len(labels), None, None
+    if case == "roles":
         roles = 1 + torch.arange(count) % 3  # query, gallery, both
-    found, _ = find_neighbours(metrics_of(embeddings, labels, roles=roles), k=7)
+    if case == "cameras":
+        cameras = torch.arange(count) % 2
+    found, _ = find_neighbours(metrics_of(embeddings, labels, roles=roles, cameras=cameras), k=7)
     unit = torch.nn.functional.normalize(embeddings.double())
     scores = unit @ unit.T
     queries = [row for row in range(count) if roles is None or int(roles[row]) & 1]
     assert found.ids.tolist() == [3 * row for row in queries]
     for place, row in enumerate(queries):
         candidates = [other for other in range(count) if other != row and (roles is None or int(roles[other]) & 2)]
+        if cameras is not None:
+            same = [other for other in candidates if (labels[other], cameras[other]) == (labels[row], cameras[row])]
+            candidates = [other for other in candidates if other not in same]
         expected = list_of(scores, row, candidates)
         assert found.near[place].tolist() == [3 * other for other in expected[:7]]
         assert found.near_labels[place].tolist() == labels[expected[:7]].tolist()
         assert found.scores[place].tolist() == pytest.approx(scores[row, expected[:7]].tolist(), abs=1e-5)
         assert int(found.others[place]) == sum(int(labels[other] == labels[row]) for other in candidates)
         assert found.near_sizes[place].tolist() == [
-            sum(int(labels[other] == labels[near]) for other in range(count) if other in candidates or other == row)
+            sum(int(labels[other] == labels[near]) for other in range(count))
             if roles is None
             else sum(int(labels[other] == labels[near]) and int(roles[other]) & 2 != 0 for other in range(count))
             for near in expected[:7]
@@ -115,6 +120,18 @@ def test_a_wrong_label_is_found_and_a_single_image_of_a_class_does_not_decide():
     assert found[5].own_share == 0
     assert found[72].other == 0
     assert all(int(labels[near // 3]) == found[5].other for near in found[5].near)
+
+
+def test_an_image_whose_class_is_not_in_its_list_is_not_confused():
+    """All images of class 0 have one camera, so the list of each has no image of its class that should be near."""
+    embeddings, labels = clusters(noise=0.2)
+    embeddings[labels == 1] = embeddings[labels == 0]  # one class to the model
+    cameras = torch.where(labels == 0, 0, torch.arange(len(labels)))
+    pairs = confused_classes(find_neighbours(metrics_of(embeddings, labels, cameras=cameras))[0])
+    (of_both,) = [pair for pair in pairs if (pair.first, pair.second) == (0, 1)]
+    assert 0 < of_both.count <= 9 * 8  # only queries of class 1 count, each with at most 8 images
+    assert of_both.share == of_both.count / (9 * 8)
+    assert {int(labels[query // 3]) for query, _ in of_both.examples} == {1}
 
 
 def test_duplicates_are_pairs_across_classes_or_splits():
