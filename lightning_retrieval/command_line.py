@@ -130,6 +130,7 @@ def command_line_message(
         names = {name: _option(name) for name in arguments}
         names.update(positional or {})
         error = error.of(command, index_images="lightning-retrieval index", **names)
+        return with_options(str(error), arguments)
     return str(error)
 
 
