@@ -90,6 +90,29 @@ class ClassFolders:
         rule = f"must contain images as {self._wanted}, which {top} does not"
         raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
 
+    def cure_of_one_class(self, classes: Mapping[str, Sequence[str]]) -> str:
+        """A suggestion for the user if there is only one class; "" if there are others, or no images for others.
+
+        Args:
+            classes: the images of each class, as `find` returns them.
+        """
+        if len(classes) != 1:
+            return ""
+        ((name, images),) = classes.items()
+        depth = 1 + name.count("/")
+        folders: set[str] = set()  # in the folder of the class
+        for image in images:
+            folders.update(image.split("/")[depth:-1][:1])
+        if len(folders) > 1:
+            return f"if the {len(folders):,} folders in it are the classes, pass root={self.root / name}"
+        sentences = []
+        for place, unread in self.unread.items():
+            cure = ""
+            if place == self._deeper:
+                cure = f": {CURE}"
+            sentences.append(f"{len(unread):,} more images lie {place}, such as {unread[0]}{cure}")
+        return "; ".join(sentences)
+
     def add_beside(self, entries: FolderEntries, names: Sequence[str]) -> None:
         """Record what lies beside the folders of the splits.
 
@@ -411,7 +434,8 @@ class ImageFolder(ImageDataModule):
         if is_split(self.root):
             splits = self._find_splits(folders)
         else:
-            splits = self._split_classes(folders.find(self.root))
+            classes = folders.find(self.root)
+            splits = self._split_classes(classes, folders.cure_of_one_class(classes))
         folders.warn()
         categories = self._category_names(splits.values())
         return {name: index_of_classes(classes, categories) for name, classes in splits.items()}
@@ -433,9 +457,9 @@ class ImageFolder(ImageDataModule):
                 raise InvalidValue(rule, OWNER, got=got, cure=cure)
         return splits
 
-    def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:
-        """Split the classes between training and test."""
-        test = split_by_class("test_fraction", list(classes), self.test_fraction, self.split_seed)
+    def _split_classes(self, classes: Mapping[str, list[str]], cure: str) -> dict[str, dict[str, list[str]]]:
+        """Split the classes between training and test; `cure` says what helps if there is only one."""
+        test = split_by_class("test_fraction", list(classes), self.test_fraction, self.split_seed, cure=cure)
         splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
         for name, paths in classes.items():
             split = "test" if name in test else "train"

@@ -162,7 +162,7 @@ def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.i
     return numbers, list(map(str, classes))
 
 
-def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
+def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: int, *, cure: str = "") -> set[Any]:
     """Draw a fraction of the classes at random; the result does not depend on the order of `classes`.
 
     Args:
@@ -170,14 +170,17 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
         classes: all classes.
         fraction: the fraction to draw.
         seed: determines which classes are drawn.
+        cure: what helps if there is one class, which no fraction splits; "" if nothing is known.
 
     Raises:
         ValueError: if no class or every class would be drawn.
     """
     if len(classes) < 2:
-        rule, cure = "must have at least two classes to split", "give each class a label, or a folder, of its own"
-        got = ", ".join(map(short_repr, classes)) or "none"
-        raise InvalidValue(rule, argument=setting, got=got, cure=cure)
+        got = "none"
+        if classes:
+            got = f"one class, {short_repr(classes[0])}"
+        cure = cure or "give each class a label, or a folder, of its own"
+        raise InvalidValue("must have at least two classes to split", argument=setting, got=got, cure=cure)
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"

@@ -1,7 +1,8 @@
 """What the columns of the user's table are named, and what separates its fields.
 
-`columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`. The
-word `"oml"` stands for the tables of open-metric-learning:
+`columns` gives the names of a table's columns by the names of this library: `{"image": "path", "label": "class"}`, or
+`"image=path,label=class"`, as it is written on a command line. The word `"oml"` stands for the tables of
+open-metric-learning:
 
 | here | in their tables |
 | --- | --- |
@@ -27,7 +28,7 @@ NAMES = ("text", *COLUMNS)
 OML = {"image": "path", "camera": "sequence", **dict(zip(SIDES, ("x_1", "y_1", "x_2", "y_2")))}
 OML_ROLES = ("is_query", "is_gallery")
 OML_SPLITS = {"validation": "val"}
-TABS = ("tab", "\\t")
+TABS = ("tab", "\\t")  # names of the tab on a command line
 DELIMITERS = (",", ";", "\t", "|")
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 
@@ -44,7 +45,7 @@ class TableFormat:
         delimiter: one character, which separates the fields of a CSV file.
     """
 
-    columns: dict[str, str] | str | None = None
+    columns: ColumnNames = None
     delimiter: str = ","
 
     @staticmethod
@@ -56,8 +57,8 @@ class TableFormat:
             delimiter: as for the class; `tab` and `\\t` are names of the tab.
 
         Raises:
-            ValueError: if `columns` has an unknown name, or one column for two names, or `delimiter` is not one
-                character that can separate fields.
+            ValueError: if `columns` is another text, has an unknown name, or one column for two names, or `delimiter`
+                is not one character that can separate fields.
             TypeError: if an argument has the wrong type.
         """
         separator = check_string("delimiter", delimiter)
@@ -124,7 +125,7 @@ class TableFormat:
                 return f"give `delimiter` {delimiter!r}"
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
             return "give `columns` 'oml', for tables of open-metric-learning"
-        return "name columns that have other names with `columns`, such as 'path' for 'image' by image=path"
+        return "name columns that have other names with `columns`, such as image=path,label=class"
 
 
 def _cure_of_lists(header: Sequence[str]) -> str:

@@ -114,8 +114,9 @@ class TextTable(RetrievalDataModule):
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
             `split`.
         split_seed: determines which classes form the test set.
-        columns: the names of the table's columns, if they differ, by the names above: `{"text": "caption"}`.
-        delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
+        columns: the names of the table's columns, if they differ, by the names above: `{"text": "caption"}`, or
+            `"text=caption"`.
+        delimiter: the character that separates the fields of a CSV file, such as `";"`; `"tab"` is a tab.
         settings: keyword arguments of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
             `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 

@@ -229,19 +229,23 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_commands(options: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
-    """Print the commands that search the images with the better one of the trained network and its backbone."""
-    title, model = "To search with the trained network:", ["--checkpoint", str(RUNS)]
+    """Print the commands that search the images with the better one of the trained network and its backbone.
+
+    Their indexes have other names than that of README, which has the default image size, so none replaces another.
+    """
+    title, model, index = "To search with the trained network:", ["--checkpoint", str(RUNS)], "trained.index"
     if is_backbone_enough(results, options.weights):
-        title, model = "To search with the pretrained backbone, which needs no training:", options_of_backbone(options)
+        title = "To search with the pretrained backbone, which needs no training:"
+        model, index = options_of_backbone(options), "pretrained.index"
     elif is_worse(results):
         title = "To search with the trained network all the same:"
     print(f"\n{title}")
     command = ["lightning-retrieval", "index", *model, "--images", str(options.folder)]
     if options.eval_transform is not None:
         command += ["--transform", options.eval_transform]
-    print(shlex.join([*command, "--output", "photos.index"]))
-    print("lightning-retrieval search --index photos.index IMAGE --html results.html")
-    print("lightning-retrieval demo --index photos.index")
+    print(shlex.join([*command, "--output", index]))
+    print(f"lightning-retrieval search --index {index} IMAGE --html results.html")
+    print(f"lightning-retrieval demo --index {index}")
 
 
 def parse_options() -> tuple[CommandParser, argparse.Namespace]:

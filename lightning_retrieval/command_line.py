@@ -245,12 +245,21 @@ def one_line(program: str, message: str) -> str:
     return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
 
 
-def unknown_option(parser: argparse.ArgumentParser, message: str) -> str:
-    """Return a message of jsonargparse; if an option is unknown, add the most similar option to the message."""
-    found = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+def unknown_option(parser: argparse.ArgumentParser, message: str, *, positional: str) -> str:
+    """Return a message of jsonargparse; if it is about an unknown argument, add what helps.
+
+    Args:
+        parser: the parser, whose most similar option is named.
+        message: the message.
+        positional: what helps if the argument is no option, such as "a folder is given as --root FOLDER".
+    """
+    found = re.match(r"unrecognized arguments: (\S.*)", message)
     if found is None:
         return message
-    return f"unrecognized argument {found[1]}{did_you_mean(found[1], option_names(parser))}"
+    if not found[1].startswith("-"):
+        return f"{message}; {positional}"
+    name = re.split(r"[\s=]", found[1])[0]
+    return f"unrecognized argument {name}{did_you_mean(name, option_names(parser))}"
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:

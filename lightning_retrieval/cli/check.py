@@ -23,6 +23,7 @@ from lightning_retrieval.invalid import Invalid
 
 PROGRAM = "lightning-retrieval check"
 PREFIX = "--data."  # of settings of the data module in `fit`
+EXAMPLE = "--data ImageFolder --root FOLDER"
 HELP = frozenset({"-h", "--help"})
 # The help lists these names instead of importing the data modules, which takes seconds. A test compares the names with
 # the package.
@@ -102,7 +103,9 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     )
     if named.data is None:
         parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
-        parser.parse_args(args)  # this call ends the program with the help or an error
+        if HELP.isdisjoint(args):
+            parser.error(f"--data is required, the name of the data module, such as {EXAMPLE}")
+        parser.parse_args(args)  # this call ends the program with the help
     _check_root(parser, named.data, rest)
     _print_start(named.data, rest)
     with imports_of_command():
@@ -154,4 +157,5 @@ class _Parser(ArgumentParser):
         """Print the error and exit."""
         if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
             super().error(message, ex)
-        self.exit(2, one_line(PROGRAM, invalid_value(message) or unknown_option(self, message)))
+        sentence = invalid_value(message) or unknown_option(self, message, positional=f"a folder is given as {EXAMPLE}")
+        self.exit(2, one_line(PROGRAM, sentence))

@@ -82,6 +82,7 @@ EXAMPLES = {
     "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
     "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
 }
+POSITIONAL = "a config is given as --config FILE, a checkpoint as --ckpt_path FILE"
 CONFIGS = "lightning-retrieval"  # name of the mode of jsonargparse that reads configs
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # The compact help shows the name of each option, the first sentence of its description, and its default.
@@ -270,8 +271,12 @@ class RetrievalCLI(LightningCLI):
         try:
             if path:
                 check_path("--ckpt_path", path, owner=self._owner)
-            if path and Path(path).is_dir() and not is_checkpoint(Path(path)) and self.config.subcommand != "fit":
+            is_folder = path and Path(path).is_dir() and not is_checkpoint(Path(path))
+            if is_folder and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
+            elif is_folder and next(Path(path).rglob("*.ckpt"), None) is not None:
+                rule = "must be a checkpoint, or last, which continues the newest run of the config"
+                raise InvalidValue(rule, self._owner, "--ckpt_path", got=f"{path}, a folder of runs")
             check_checkpoint(path)
         except Invalid as error:
             self.parser.error(str(error.of(self._owner, checkpoint="--ckpt_path")))
@@ -637,7 +642,7 @@ class _Parser(LightningArgumentParser):
         sentence = _suggestion(message)
         if sentence is None and self.exit_on_error:  # the parser of a class does not know the name of the class
             sentence = invalid_value(message)
-        super().error(sentence or unknown_option(self, message), ex)
+        super().error(sentence or unknown_option(self, message, positional=POSITIONAL), ex)
 
 
 def _suggestion(message: str) -> str | None:

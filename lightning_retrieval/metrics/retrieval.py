@@ -25,9 +25,11 @@ from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
 from lightning_retrieval.metrics.intervals import bootstrap_intervals
 from lightning_retrieval.metrics.query_gallery import RankingInput
+from lightning_retrieval.metrics.skipped import skipped_queries
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
+from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 from lightning_retrieval.ranking.rows import float64_device
 
 REVERSE = "reverse/"  # prefix of the metrics that rank the queries for each gallery image
@@ -264,6 +266,7 @@ class RetrievalMetrics(EmbeddingMetric):
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
         self.ranked_queries = 0  # number of queries in the longest list of the other direction
         self._means_of_values: dict[str, str] = {}  # the name of the mean of each value in the last `compute`
+        self._rule: Relevance = SameLabel()  # that of the lists of the last `compute`
         self.has_one_label = False  # whether all images of the last `compute` had the same label
 
     @owned
@@ -273,11 +276,11 @@ class RetrievalMetrics(EmbeddingMetric):
         Returns:
             Float64 scalars in [0, 1] by name: `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and
                 `"R@k"` for each k, and `extra_metrics`. `"skipped_queries"` is the number of queries without any
-                relevant candidate. Labels of several levels add `"H-AP"`, `"ASI"` and `"NDCG-levels"`, means over the
-                queries with a candidate that shares any label, and `"mAP/level1"` and so on, the mAP if images that
-                share the label of this level are relevant. Each of `dims` adds the same metrics of the first
-                dimensions, named `"mAP/16d"` and so on. With `reverse`, all of these follow again as `"reverse/mAP"`
-                and so on. If all queries are skipped, values are NaN and a warning is issued.
+                relevant candidate; `why_skipped` says why. Labels of several levels add `"H-AP"`, `"ASI"` and
+                `"NDCG-levels"`, means over the queries with a candidate that shares any label, and `"mAP/level1"` and
+                so on, the mAP if images that share the label of this level are relevant. Each of `dims` adds the same
+                metrics of the first dimensions, named `"mAP/16d"` and so on. With `reverse`, all of these follow again
+                as `"reverse/mAP"` and so on. If all queries are skipped, values are NaN and a warning is issued.
         """
         collected, _ = self._gather_collected()
         results, values = self._of_direction(collected)
@@ -321,8 +324,9 @@ class RetrievalMetrics(EmbeddingMetric):
                 `"AP"`, `"AP@R"`, `"R-Precision"`, `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the
                 rank of the first positive), `"R@k"` for each k of `ks`, `extra_metrics` (`"INP"` for mINP, `"RR@k"` for
                 MRR@k) and, with labels of several levels, `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... Values
-                are NaN if the query has no relevant candidate. All processes must call this method, unless they have
-                already called `compute`, and all get the values of all queries. `dims` has no effect here.
+                are NaN if the query has no relevant candidate; `why_skipped` says why. All processes must call this
+                method, unless they have already called `compute`, and all get the values of all queries. `dims` has no
+                effect here.
         """
         if check_bool("reverse", reverse, owner=type(self).__name__) and not self.reverse:
             rule = "needs metrics made with reverse=True"
@@ -331,6 +335,37 @@ class RetrievalMetrics(EmbeddingMetric):
             self.compute()
         values = self._cached_values[REVERSE if reverse else ""]
         return {name: of_queries.clone() for name, of_queries in values.items()}
+
+    def why_skipped(self, reverse: bool = False) -> dict[int, str]:
+        """Why each query without a relevant candidate has none, by its id. In `per_query`, its values are NaN.
+
+        All processes must call this method, and all get the reasons of all queries.
+
+        Args:
+            reverse: whether to return the reasons of gallery images, for which the queries are ranked.
+
+        Returns:
+            The end of a sentence for each id, such as `"no other image of its label is in the gallery"`. A rule by
+                which relevant images need not share labels is named, and what it reads is not explained.
+
+        Example:
+            >>> import torch
+            >>> from lightning_retrieval.metrics import RetrievalMetrics
+            >>> metrics = RetrievalMetrics(ks=(1,))
+            >>> labels, roles = torch.tensor([5, 5, 2, 7, 7]), torch.tensor([3, 3, 3, 1, 1])  # 1: only queries
+            >>> metrics.update(torch.eye(5), labels, torch.arange(5), roles)
+            >>> metrics.why_skipped()  # doctest: +NORMALIZE_WHITESPACE
+            {2: 'there is no other image of its label',
+             3: 'no other image of its label is in the gallery',
+             4: 'no other image of its label is in the gallery'}
+        """
+        values = self.per_query(reverse)
+        collected, _ = self._gather_collected()
+        if reverse:
+            collected = _with_swapped_roles(collected)
+        images = self._as_ranked(merge_duplicates(replace(collected, are_compared=True)))
+        ids = values["ids"][values["AP"].isnan()].unique()
+        return skipped_queries(ids, images, collected, self._rule).by_id()
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.
@@ -386,67 +421,31 @@ class RetrievalMetrics(EmbeddingMetric):
     def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
         lists = self.ranking_input(rows)
+        self._rule = lists.lists.rule
         if not lists.is_empty:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
         return query_values(lists, self._table(rows))
 
     def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
-        cause = _cause_of_no_positive(rows, collected)
+        """Warn that no query has a positive, and why."""
+        images = self._as_ranked(rows)
+        is_query, is_gallery = (has_role(images.columns["roles"], role) for role in (Role.QUERY, Role.GALLERY))
+        if not bool(is_query.any()):
+            cause = "no image has the role of a query"
+        elif not bool(is_gallery.any()):
+            cause = "the gallery is empty"
+        else:
+            cause = skipped_queries(images.ids[is_query], images, collected, self._rule).summary()
         warnings.warn(
             f"{type(self).__name__}: none of the {queries} queries has a relevant candidate, so the metrics are NaN; "
             f"{cause}.",
             stacklevel=3,
         )
 
-
-def _cause_of_no_positive(rows: Images, collected: CollectedRows) -> str:
-    """Why no query has a relevant candidate, and what to change.
-
-    Args:
-        rows: the images with the roles in which they were ranked.
-        collected: the rows of which the images were merged.
-    """
-    roles = rows.columns["roles"]
-    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
-    if not bool(is_query.any()):
-        return "no image has the role of a query"
-    if not bool(is_gallery.any()):
-        return "the gallery is empty"
-    if rows.relevance is not None:
-        return f"{rows.relevance} finds no image that is relevant to a query"
-    of_queries, of_gallery = rows.labels[is_query, 0], rows.labels[is_gallery, 0]
-    in_gallery = torch.isin(of_queries, of_gallery)
-    if not bool(in_gallery.any()):
-        return "no label of a query is in the gallery; give images of the same labels as queries and as gallery"
-    labels, counts = of_gallery.unique(return_counts=True)
-    with_label = counts[torch.searchsorted(labels, of_queries[in_gallery])]
-    others = with_label - is_gallery[is_query][in_gallery].long()
-    if int(others.max()) == 0:
-        return _cause_of_single_images(collected)
-    if "cameras" in rows.columns:
-        return (
-            "the images with a query's label have its camera and are excluded from its list; give images of a label "
-            "from at least two cameras, or no `cameras`"
-        )
-    return "no list holds an image with the label of its query"
-
-
-def _cause_of_single_images(collected: CollectedRows) -> str:
-    """Why each label has only one image after rows were merged, and what to change."""
-    finest_labels = collected.labels.reshape(len(collected.labels), -1)[:, 0]
-    _, rows_of_label = finest_labels.unique(return_counts=True)
-    if int(rows_of_label.max()) == 1:
-        return "give at least two images of a label"
-    if "instances" in collected.columns:
-        return (
-            "the images of each label are one instance and are averaged; give at least two instances of a label, or no "
-            "`instances`"
-        )
-    return (
-        "the rows of each label have one id, so they are the same image; give at least two images of a label, each "
-        "with its own id"
-    )
+    def _as_ranked(self, rows: Images) -> Images:
+        """The images with the roles in which they are ranked."""
+        return rows
 
 
 def _with_swapped_roles(collected: CollectedRows) -> CollectedRows:
@@ -521,10 +520,9 @@ class RandomGalleryMetrics(RetrievalMetrics):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
-    def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
-        of_images = rows.select(has_role(rows.columns["roles"], Role.BOTH))
-        both = torch.full_like(of_images.ids, int(Role.BOTH))  # each image is drawn into a gallery, or is a query
-        super()._warn_of_no_positive(queries, of_images.with_roles(both), collected)
+    def _as_ranked(self, rows: Images) -> Images:
+        has_any_role = has_role(rows.columns["roles"], Role.BOTH)
+        return rows.with_roles(has_any_role * int(Role.BOTH))  # each image is drawn into a gallery, or is a query
 
     def _query_values(self, rows: Images) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""

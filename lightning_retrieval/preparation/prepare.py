@@ -140,8 +140,12 @@ def open_image(file: Any) -> ImageFile.ImageFile:
         ValueError: if the path is a FIFO, a socket, a device or a folder.
         OSError: if the file cannot be read, or its content has none of the formats.
     """
-    if isinstance(file, (str, os.PathLike)) and not stat.S_ISREG(os.stat(file).st_mode):
-        raise ValueError("it is not a regular file, but a FIFO, a socket, a device or a folder")
+    if isinstance(file, (str, os.PathLike)):
+        mode = os.stat(file).st_mode
+        if stat.S_ISDIR(mode):
+            raise ValueError("it is a folder, not a file")
+        if not stat.S_ISREG(mode):
+            raise ValueError("it is not a regular file, but a FIFO, a socket or a device")
     return Image.open(file, formats=image_formats())
 
 

@@ -178,7 +178,7 @@ def test_the_command_takes_names_of_columns_as_the_other_commands_do(tmp_path, c
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert ended.value.code == 2
-    cure = "name columns that have other names with `--columns`, such as 'path' for 'image' by image=path."
+    cure = "name columns that have other names with `--columns`, such as image=path,label=class."
     assert cure in capsys.readouterr().err
     for names in ("image=Image,label=Id", '{"image": "Image", "label": "Id"}'):
         main([*args, f"--columns={names}"])

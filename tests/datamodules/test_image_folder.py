@@ -204,6 +204,28 @@ def test_a_fraction_that_leaves_no_class_raises(tmp_path):
         ImageFolder(tmp_path, test_fraction=0.1).prepare_data()
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("names", "classes", "cure"),
+    [
+        (["a"], None, r"one class, 'a'; give each class a label,"),
+        (["a", "b/1", "b/2"], None, r"one class, 'a'; 6 more images lie deeper than .*, such as b/1/.*: classes="),
+        (["a", "."], None, r"one class, 'a'; 3 more images lie higher than <class>/<image>, such as 0\.jpg\."),
+        (
+            ["pets/a", "pets/b/1"],
+            "top",
+            r"one class, 'pets'; if the 2 folders in it are the classes, pass root=\S+/pets",
+        ),
+        (["x/pets/a", "x/pets/b"], 2, r"one class, 'x/pets'; if the 2 folders in it are .*, pass root=\S+/x/pets\."),
+    ],
+)
+def test_a_root_with_one_class_says_where_the_others_may_be(tmp_path, names, classes, cure):
+    for name in names:
+        write_folders(tmp_path, [name])
+    with pytest.raises(ValueError, match=rf"`test_fraction` must have at least two classes to split, got {cure}"):
+        ImageFolder(tmp_path, classes=classes).prepare_data()
+
+
 def test_a_new_image_invalidates_the_cache(tmp_path):
     root = tmp_path / "images"
     write_folders(root, ["train/a", "train/b", "test/c"])

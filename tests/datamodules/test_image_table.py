@@ -512,6 +512,11 @@ def test_columns_may_have_other_names_and_another_separator(tmp_path, delimiter,
     else:
         parquet.write_table(pyarrow.table(dict(zip(rows[0], zip(*rows[1:])))), tmp_path / "t.parquet")
     splits = read(tmp_path, f"t.{kind}", columns=OWN_NAMES, delimiter=delimiter)
+    as_text = ",".join(f"{here}={theirs}" for here, theirs in OWN_NAMES.items())
+    again = read(tmp_path, f"t.{kind}", columns=as_text, delimiter={"\t": "tab"}.get(delimiter, delimiter))
+    assert [(list(index.paths), list(index.names)) for index in again.values()] == [
+        (list(index.paths), list(index.names)) for index in splits.values()
+    ]
     assert [(list(index.paths), list(index.names)) for index in splits.values()] == [
         (["a, b.jpg"], ["cat;red"]),
         (["c.jpg"], ["dog"]),
@@ -562,6 +567,8 @@ def test_the_table_of_open_metric_learning_by_one_word(tmp_path):
     ("settings", "sentence"),
     [
         ({"columns": "other"}, r"`columns` must be a dict .* or 'oml', got 'other'"),
+        ({"columns": "image="}, r"`columns` must be pairs such as image=path,label=class, got image=\.$"),
+        ({"columns": "image=a,image=b"}, r"`columns` must be pairs such as .*, got image=a,image=b"),
         ({"columns": {"picture": "path"}}, r"`columns` must have names among text, image, .*, got 'picture'"),
         ({"columns": {"image": 3}}, r"`columns` must be a dict .*, got 3 \(int\)"),
         ({"columns": ["image"]}, r"`columns` must be a dict .* \(list\)"),
@@ -584,7 +591,7 @@ def test_invalid_formats_of_a_table_raise(tmp_path, settings, sentence):
 @refusal
 def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
     cases = (
-        (("path", "class"), "with `columns`, such as 'path' for 'image'"),
+        (("path", "class"), "with `columns`, such as image=path,label=class"),
         (("path", "label", "is_query"), "give `columns` 'oml'"),
         (("image;label",), "give `delimiter` ';'"),
         (("sep=;",), "delete this line, which only Excel reads"),
@@ -627,7 +634,7 @@ def test_names_of_columns_may_be_pairs_in_a_text(tmp_path, columns):
         (
             "image,label\na.jpg,1\nb.jpg,1\n",
             None,
-            r"`test_fraction` must have at least two classes to split, got 1; give",
+            r"`test_fraction` must have at least two classes to split, got one class, 1; give",
         ),
         (
             "image,label,split\na.jpg,1,train\nb.jpg,2,query\nc.jpg,2,gallery\n",

@@ -30,11 +30,16 @@ from typing import NamedTuple
 
 import pytest
 import sklearn  # noqa: F401 - sets variables of the environment when it is first imported: now, not within a test
+import torch
 import yaml
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.search.commands.options import COMMANDS, parse
+from tests.quiet_trainer import quiet_trainer
 from tests.source_tree import PACKAGES, REPOSITORY, module_name, syntax_trees
 from tests.test_surface import public_objects
 
@@ -195,6 +200,59 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     for name in set(sys.modules) - modules_before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+def callers(run):
+    """For each function of the packages that a call runs, the functions in which it ran: pairs of file and name."""
+    inside, found = [], {}
+
+    def record(frame, event, _):
+        if event == "call":
+            path = Path(frame.f_code.co_filename)
+            key = None
+            if path.is_relative_to(REPOSITORY):
+                file = path.relative_to(REPOSITORY).as_posix().removeprefix("lightning_retrieval/")
+                key = (file, frame.f_code.co_qualname)
+                found.setdefault(key, set()).update(inside)
+            inside.append(key)
+        elif event == "return" and inside:
+            inside.pop()
+
+    sys.setprofile(record)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+class NumberedPoints(TensorDataset):
+    def __getitem__(self, index):
+        return {**dict(zip(("images", "labels"), super().__getitem__(index))), "ids": index}
+
+
+def test_functions_of_a_step_and_of_an_evaluation_call_each_other_as_the_page_says():
+    """Each is called by the nearest one above it that begins further left."""
+    points = NumberedPoints(torch.randn(24, 6), torch.arange(24) // 4)
+    module = RetrievalModule(torch.nn.Linear(6, 4), SmoothAPLoss(), chunk_size=5)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[RetrievalEvaluation(ks=(1,))])
+    loader = DataLoader(points, batch_size=24)
+    found, lines = callers(lambda: trainer.fit(module, loader, loader)), 0
+    for block in blocks_of((DOCS / "how-a-step-works.md").read_text(encoding="utf-8")):
+        above = []
+        for line in block.text.splitlines():
+            match = re.match(r"(\S+\.py) +([\w.]+)(.*)", line)
+            if block.language != "text" or match is None:
+                above = []
+                continue
+            indent, function = match.start(2), match.group(1, 2)
+            above = [caller for caller in above if caller[0] < indent]
+            lines += 1
+            if "with several processes" not in match[3]:
+                assert function in found, line
+                assert not above or above[-1][1] in found[function], line
+            above.append((indent, function))
+    assert lines > 20
 
 
 @pages

@@ -147,7 +147,7 @@ def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     first = output.splitlines()[2]
     assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
     assert (tmp_path / "results.html").stat().st_size > 10_000
-    assert demo == "lightning-retrieval demo --index photos.index"
+    assert demo == "lightning-retrieval demo --index trained.index"
 
     output = run_python(*own_images, "--epochs", 2, "--resume", folder=tmp_path)
     assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints/last.ckpt')}" in output
@@ -199,13 +199,17 @@ def test_own_images_offers_the_pretrained_backbone_where_training_did_not_help(t
     options = script["parse_options"]()[1]
     before, after = {"test/mAP": 0.52}, {"test/mAP": 0.51}
     script["print_commands"](options, {"backbone": after, "untrained": after, "test": before})
-    assert "--checkpoint logs/own_images" in capsys.readouterr().out
+    trained = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lightning-retrieval ")]
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert "\n".join(trained[:2]).replace("IMAGE", "query.jpg") in readme
     script["print_commands"](options, {"backbone": before, "untrained": after, "test": after})
     index, *others = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lightning-retrieval ")]
     assert "--checkpoint" not in index
     assert len(others) == 2
     main(shlex.split(index)[1:])
-    made = RetrievalIndex.load("photos.index")
+    output = index.rpartition("--output ")[2]
+    assert f"--output {output}\n" not in readme  # an index of another size, which would be refused
+    made = RetrievalIndex.load(output)
     embedder = script["make_embedder"](options.backbone, options.weights, script["settings_of"](options)).eval()
     images = [embedder.preparation(Image.open(tmp_path / "photos" / path)) for path in made.paths(made.ids)]
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Finds the images of an index that are nearest to query images or texts."""
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,7 +226,11 @@ class ImageSearcher:
             embedded = self._embedder.embed_all(_listed(queries))
             unreadable = embedded.unreadable
             if len(embedded.positions) == 0 and not texts:
-                raise InvalidValue(f"none of the {len(queries)} queries can be read, the first: {unreadable[0]}")
+                cure = ""
+                if Path(queries[0]).is_dir():
+                    cure = f"give the images in it, such as {shlex.quote(queries[0])}/*"
+                rule = f"none of the {len(queries)} queries can be read, the first: {unreadable[0]}"
+                raise InvalidValue(rule, cure=cure)
             readable = [queries[position] for position in embedded.positions.tolist()]
             of_images = self._results(readable, embedded.embeddings[:], request)
         return [*of_images, *of_texts], unreadable

@@ -41,7 +41,7 @@ class Neighbours:
     Args:
         ids: id of each query.
         labels: label of each query.
-        others: number of other images with the query's label in the gallery.
+        others: number of other images with the query's label in its list.
         near: ids of the nearest images.
         near_labels: their labels.
         near_sizes: number of images with the same label in the gallery.
@@ -114,6 +114,7 @@ class Findings:
     Args:
         means: the metrics by name, and their 95 % intervals.
         queries: the AP of each query and the values of other metrics, by name; NaN without a positive.
+        without_positive: why each query without a positive has none, by its id.
         neighbours: the nearest images of each query.
         images: number of images in the gallery.
         label_of: the label of each image by its id.
@@ -129,6 +130,7 @@ class Findings:
 
     means: Mapping[str, tuple[float, float, float]]
     queries: Mapping[str, Tensor]
+    without_positive: Mapping[int, str]
     neighbours: Neighbours
     images: int
     label_of: Mapping[int, int]
@@ -147,12 +149,6 @@ class Findings:
         if len(self.nearest.negatives) == 0:
             return None
         return self.nearest.threshold(self.false_match_rate)
-
-    @property
-    def without_positive(self) -> list[int]:
-        """The ids of the queries that have no positive."""
-        chosen: list[int] = self.queries["ids"][self.queries["AP"].isnan()].tolist()
-        return chosen
 
     @property
     def worst_queries(self) -> Int[Tensor, " query"]:
@@ -189,6 +185,7 @@ def find_errors(
     return Findings(
         means={name: (float(means[name]), *ends) for name, ends in intervals.items()},
         queries=queries,
+        without_positive=metrics.why_skipped(),
         neighbours=neighbours,
         images=len(lists.gallery_ids),
         label_of=labels,
@@ -211,6 +208,8 @@ def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighb
     shape, device = (len(lists.query_ids), k), lists.query_ids.device
     scores = torch.zeros(shape, dtype=lists.gallery_rows.local.dtype, device=device)
     positions = torch.zeros(shape, dtype=torch.int64, device=device)
+    others = torch.zeros_like(lists.query_ids)
+    labels, gallery_labels = lists.lists.finest.columns[:, 0], lists.lists.finest.ref_columns[:, 0]
     for _, block in lists.query_rows.blocks():
         scores[block] = -torch.inf
     for queries, gallery, found, _, candidate in score_blocks(lists):
@@ -218,21 +217,19 @@ def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighb
         of_both = torch.cat([positions[queries], gallery.start + column], 1)
         scores[queries], order = torch.cat([scores[queries], highest], 1).topk(k, dim=1)
         positions[queries] = of_both.gather(1, order)
+        others[queries] += (candidate & (labels[queries, None] == gallery_labels[gallery])).sum(1)
     shard.add_up(scores)  # for each query, all other processes have zeros, so the sum is exact
     shard.add_up(positions)
+    shard.add_up(others)
     by_id = lists.query_ids.argsort()
-    return _neighbours(lists, by_id, scores[by_id], positions[by_id]), lists
+    return _neighbours(lists, by_id, scores[by_id], positions[by_id], others[by_id]), lists
 
 
-def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor) -> Neighbours:
+def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor, others: Tensor) -> Neighbours:
     """The neighbours, on the CPU, of queries in the order of `by_id`."""
-    finest = lists.lists.finest
-    labels, gallery_labels = finest.columns[by_id, 0], finest.ref_columns[:, 0]
-    unique, inverse, counts = gallery_labels.unique(return_inverse=True, return_counts=True)
+    labels, gallery_labels = lists.lists.finest.columns[by_id, 0], lists.lists.finest.ref_columns[:, 0]
+    inverse, counts = gallery_labels.unique(return_inverse=True, return_counts=True)[1:]
     size_of_image = counts[inverse]
-    place = torch.searchsorted(unique, labels).clamp(max=max(0, len(unique) - 1))
-    is_in_gallery = (lists.self_index[by_id] >= 0).long()
-    others = torch.where(unique[place] == labels, counts[place] - is_in_gallery, 0)
     near_labels = gallery_labels[positions].masked_fill(scores == -torch.inf, NO_CLASS)
     return Neighbours(
         ids=lists.query_ids[by_id].cpu(),

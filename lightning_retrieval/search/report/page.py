@@ -87,7 +87,7 @@ class ReportPage:
     def _histogram(self) -> str:
         found = self._found
         threshold = found.threshold
-        explained = "No image has another class, so there is no threshold."
+        explained = "No list has an image of another class, so there is no threshold."
         line = ""
         low, high = float(found.edges[0]), float(found.edges[-1])  # the last bin may end after 1
         if threshold is not None:
@@ -198,16 +198,25 @@ class ReportPage:
                 style = "right"
             tiles.append(self._tile(id_, style, f"{rank}: {score:.3f} {self._images.label(of_near)}"))
         first = int(queries["first_hit"][row])
-        numbers = f"AP <b>{float(queries['AP'][row]):.4f}</b>, first image of its class at rank {first:,}"
+        numbers = f"AP <b>{float(queries['AP'][row]):.4f}</b>, first relevant image at rank {first:,}"
         return f"<div><h3>{self._label(label)}: {numbers}</h3><ul>{''.join(tiles)}</ul></div>"
 
     def _without_positive(self) -> str:
-        ids = self._found.without_positive
+        queries_of: dict[str, list[int]] = {}
+        for id_, reason in self._found.without_positive.items():
+            queries_of.setdefault(reason, []).append(id_)
+        blocks = []
+        for reason in sorted(queries_of, key=lambda reason: -len(queries_of[reason])):
+            blocks.append(self._queries_of_reason(reason, queries_of[reason]))
+        explained = "The queries that are part of no mean, by the reason why no image of their list is relevant."
+        return self._shown(explained, len(self._found.without_positive), blocks, "rows")
+
+    def _queries_of_reason(self, reason: str, ids: Sequence[int]) -> str:
         tiles = []
         for id_ in ids[:SHOWN_IMAGES]:
             tiles.append(self._tile(id_, "query", self._images.label(self._found.label_of[id_])))
-        explained = "No other image of the gallery has the label of these queries. They are not part of any mean."
-        return self._shown(explained, len(ids), [f"<ul>{''.join(tiles)}</ul>"], "rows")
+        number = _count(len(ids), "query", "queries")
+        return f"<div><h3>{number}: {escape(reason)}</h3><ul>{''.join(tiles)}</ul></div>"
 
     def _shown(self, explained: str, count: int, blocks: Sequence[str], arrangement: str = "blocks") -> str:
         """The content of a section: an explanation, and the first of all findings, in columns or in rows."""

@@ -75,8 +75,8 @@ def _rows(found: Findings, images: ReportedImages) -> Iterator[dict[str, Any]]:
         yield {"finding": "class", "value": result.ap, "count": len(result.queries), "label": label}
     for row in found.worst_queries.tolist():
         yield {"finding": "query", "value": float(found.queries["AP"][row]), **_query(found, images, row)}
-    for id_ in found.without_positive:
-        yield {"finding": "no positive", **_image(found, images, id_)}
+    for id_, reason in found.without_positive.items():
+        yield {"finding": "no positive", **_image(found, images, id_), "reason": reason}
 
 
 def _image(found: Findings, images: ReportedImages, id_: int) -> dict[str, str]:

@@ -8,8 +8,9 @@ from lightning_retrieval.search.html_page import check_page_target, page_target
 SUFFIXES_OF_PAGES = (".html", ".htm")
 COLUMNS = (
     *("finding", "value", "low", "high", "count"),
-    *("image", "label", "split", "other_image", "other_label", "other_split"),
+    *("image", "label", "split", "other_image", "other_label", "other_split", "reason"),
 )  # of the table
+_FIRST_COLUMNS = 5  # by which a table is recognised, also one of an earlier version
 
 
 def check_suffix(output: Path) -> Path:
@@ -42,7 +43,7 @@ def check_table_target(argument: str, table: Path) -> None:
         argument: name of the argument, for error messages.
         table: path of the table.
     """
-    header = ",".join(f'"{name}"' for name in COLUMNS).encode()
+    header = ",".join(f'"{name}"' for name in COLUMNS[:_FIRST_COLUMNS]).encode()
     if not table.is_file():
         return
     with table.open("rb") as file:

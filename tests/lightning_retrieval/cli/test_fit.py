@@ -299,6 +299,16 @@ def test_a_command_without_a_config_that_exists(tmp_path, capsys):
 
 
 @pytest.mark.refusal
+def test_fit_says_how_a_run_is_continued_if_it_is_given_a_folder_of_runs(tmp_path, capsys):
+    checkpoint = tmp_path / "logs" / "version_0" / "checkpoints" / "best.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={tmp_path / 'logs'}")
+    assert "fit: `--ckpt_path` must be a checkpoint, or last, which continues the newest run" in printed
+    assert f"got {tmp_path / 'logs'}, a folder of runs." in printed
+
+
+@pytest.mark.refusal
 def test_a_package_that_a_config_needs_is_named_in_one_sentence(tmp_path, capsys, monkeypatch):
     for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning_fabric.loggers.tensorboard.{name}", False)

@@ -176,6 +176,24 @@ def test_an_unknown_argument_is_shown_in_one_line(args, shown, capsys):
     )
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("args", "cure"),
+    [
+        ("check", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check photos", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check --root photos", "--data is required, .*, such as --data ImageFolder --root FOLDER"),
+        ("check --data ImageFolder photos", "photos; a folder is given as --data ImageFolder --root FOLDER"),
+        ("fit photos.yaml", "photos.yaml; a config is given as --config FILE, a checkpoint as --ckpt_path FILE"),
+        ("test logs/photos", "logs/photos; a config is given as --config FILE, a checkpoint as --ckpt_path FILE"),
+    ],
+)
+def test_a_path_without_its_option_is_answered_with_the_option(args, cure, capsys):
+    code, out, err = run(capsys, *args.split())
+    assert (code, out) == (2, "")
+    assert re.search(cure, err)
+
+
 def test_index_names_all_missing_options(capsys):
     _, _, err = run(capsys, "index")
     assert "--output, --checkpoint, --images; --embeddings replaces --checkpoint and --images" in err
@@ -385,6 +403,15 @@ def test_counts_and_missing_files(tmp_path, capsys):
     code, out, err = run(capsys, "check", "--data=ImageTable", "--root", tmp_path, "--table", table)
     assert (code, err) == (1, "")
     assert "missing: gone.png" in out.splitlines()
+    table.write_text("Datei\tLand\tsplit\na/0.png\ta\ttrain\nb/0.png\tb\ttest\n")
+    args = ("check", "--data=ImageTable", "--root", tmp_path, "--table", table, "--delimiter", "tab")
+    for option in ("--columns", "--data.columns"):
+        code, out, err = run(capsys, *args, option, "image=Datei,label=Land")
+        assert (code, err) == (0, "")
+        assert [line.split() for line in out.splitlines()[1:3]] == [["train", "1", "1"], ["test", "1", "1"]]
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert "with `--columns`, such as image=path,label=class" in err
 
 
 @pytest.mark.refusal

@@ -42,7 +42,7 @@ WITHOUT_POSITIVE = {
     "one camera": ({"labels": FOUR_OF_TWO, "cameras": torch.zeros(8, dtype=torch.long)}, "two cameras"),
     "a camera for each label": ({"labels": FOUR_OF_TWO, "cameras": FOUR_OF_TWO + 7}, "two cameras"),
     "one instance a label": ({"labels": FOUR_OF_TWO, "instances": FOUR_OF_TWO}, "two instances"),
-    "labels not in the gallery": ({"labels": torch.arange(8) // 2, "roles": FOUR_OF_TWO + 1}, "no label of a query"),
+    "labels not in the gallery": ({"labels": torch.arange(8) // 2, "roles": FOUR_OF_TWO + 1}, "as queries and as"),
     "no gallery": ({"labels": FOUR_OF_TWO, "roles": torch.ones(8, dtype=torch.long)}, "the gallery is empty"),
     "no query": ({"labels": FOUR_OF_TWO, "roles": torch.full((8,), 2)}, "the role of a query"),
 }

@@ -305,8 +305,8 @@ def test_metadata_with_other_names_another_separator_and_absolute_paths(glyphs, 
     assert (code, err) == (0, "")
     index = RetrievalIndex.load(tmp_path / "j")
     assert dict(zip(index.paths(index.ids), index.columns(index.ids)["price"])) == prices
-    sentence = error_of(capsys, "index", *args, "--columns=image=", "--overwrite")
-    assert "must be pairs such as image=path,label=class, got image=" in sentence
+    code, _, err = run(capsys, "index", *args, "--columns=image=", "--overwrite")
+    assert (code, err) == (2, "index: `--columns` must be pairs such as image=path,label=class, got image=.\n")
 
 
 @pytest.mark.refusal

@@ -99,6 +99,7 @@ def test_no_text_of_the_table_is_a_formula(reported):
     assert {"'=cmd()", "'-1+1", "'@SUM(1)", "plain", SCRIPT} <= set(texts)
     (alone,) = [row for row in rows if row["finding"] == "no positive"]
     assert (alone["image"], alone["label"]) == ("'+alone/a.png", "'+alone")
+    assert alone["reason"] == "there is no other image of its label"
     # All texts are in quotes, because some programs divide fields at semicolons.
     for line in table.read_text().splitlines():
         assert re.fullmatch(r'("([^"]|"")*"|-?[\d.e-]+)(,("([^"]|"")*"|-?[\d.e-]+))*', line)
@@ -280,9 +281,11 @@ def test_only_an_earlier_page_and_its_table_are_replaced(glyphs, hostile, tmp_pa
     args = reporting(glyphs[0] / "model.ckpt", hostile, tmp_path / "a.html")
     (tmp_path / "a.html").touch()  # an empty file, as a program makes to reserve a name
     assert command(capsys, *args)[0] == 0
-    first = (tmp_path / "a.html").read_bytes()
+    first, table = (tmp_path / "a.html").read_bytes(), (tmp_path / "a.csv").read_bytes()
+    columns_before = ("finding", "value", "low", "high", "count", "image", "label", "split", "other_image")
+    (tmp_path / "a.csv").write_text(",".join(map('"{}"'.format, columns_before)) + "\n")  # without the newest columns
     assert command(capsys, *args)[0] == 0  # its own page and table
-    assert (tmp_path / "a.html").read_bytes() == first
+    assert ((tmp_path / "a.html").read_bytes(), (tmp_path / "a.csv").read_bytes()) == (first, table)
     for content in ("<!DOCTYPE html><title>Report: mine</title>", "notes"):
         (tmp_path / "a.html").write_text(content)
         message = error_of(capsys, *args)

@@ -90,6 +90,10 @@ def test_unreadable_queries_are_named_and_the_others_searched(indexed, tmp_path,
     code, out, err = command(capsys, "search", missing, *args)
     assert (code, out) == (2, "")
     assert err.startswith(f"search: none of the 1 queries can be read, the first: cannot read the image {missing} (")
+    folder = indexed / "images"
+    code, out, err = command(capsys, "search", folder, *args)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"{folder} (it is a folder, not a file); give the images in it, such as {folder}/*.\n")
 
 
 @pytest.mark.refusal

@@ -1,10 +1,15 @@
 """What a report finds, against plain loops, and where wrong labels and duplicates were planted."""
 
+import csv
+import io
 import math
+import re
+from html import unescape
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.metrics.thresholds import NearestScores
@@ -16,6 +21,10 @@ from lightning_retrieval.search.report.findings import (
     near_duplicates,
     probably_mislabelled,
 )
+from lightning_retrieval.search.report.images import ReportedImages
+from lightning_retrieval.search.report.page import ReportPage
+from lightning_retrieval.search.report.table import report_table
+from tests.lightning_retrieval.relevance_rules import NearInTime
 
 
 def clusters(classes=8, of_class=9, noise=0.6, seed=0):
@@ -37,26 +46,31 @@ def list_of(scores, row, candidates):
     return sorted(candidates, key=lambda other: -float(scores[row, other]))
 
 
-@pytest.mark.parametrize("with_roles", [False, True])
-def test_neighbours_are_those_of_a_sort(with_roles):
+@pytest.mark.parametrize("case", ["plain", "roles", "cameras"])
+def test_neighbours_are_those_of_a_sort(case):
     embeddings, labels = clusters()
-    count, roles = len(labels), None
-    if with_roles:
+    count, roles, cameras = len(labels), None, None
+    if case == "roles":
         roles = 1 + torch.arange(count) % 3  # query, gallery, both
-    found, _ = find_neighbours(metrics_of(embeddings, labels, roles=roles), k=7)
+    if case == "cameras":
+        cameras = torch.arange(count) % 2
+    found, _ = find_neighbours(metrics_of(embeddings, labels, roles=roles, cameras=cameras), k=7)
     unit = torch.nn.functional.normalize(embeddings.double())
     scores = unit @ unit.T
     queries = [row for row in range(count) if roles is None or int(roles[row]) & 1]
     assert found.ids.tolist() == [3 * row for row in queries]
     for place, row in enumerate(queries):
         candidates = [other for other in range(count) if other != row and (roles is None or int(roles[other]) & 2)]
+        if cameras is not None:
+            same = [other for other in candidates if (labels[other], cameras[other]) == (labels[row], cameras[row])]
+            candidates = [other for other in candidates if other not in same]
         expected = list_of(scores, row, candidates)
         assert found.near[place].tolist() == [3 * other for other in expected[:7]]
         assert found.near_labels[place].tolist() == labels[expected[:7]].tolist()
         assert found.scores[place].tolist() == pytest.approx(scores[row, expected[:7]].tolist(), abs=1e-5)
         assert int(found.others[place]) == sum(int(labels[other] == labels[row]) for other in candidates)
         assert found.near_sizes[place].tolist() == [
-            sum(int(labels[other] == labels[near]) for other in range(count) if other in candidates or other == row)
+            sum(int(labels[other] == labels[near]) for other in range(count))
             if roles is None
             else sum(int(labels[other] == labels[near]) and int(roles[other]) & 2 != 0 for other in range(count))
             for near in expected[:7]
@@ -108,6 +122,18 @@ def test_a_wrong_label_is_found_and_a_single_image_of_a_class_does_not_decide():
     assert all(int(labels[near // 3]) == found[5].other for near in found[5].near)
 
 
+def test_an_image_whose_class_is_not_in_its_list_is_not_confused():
+    """All images of class 0 have one camera, so the list of each has no image of its class that should be near."""
+    embeddings, labels = clusters(noise=0.2)
+    embeddings[labels == 1] = embeddings[labels == 0]  # one class to the model
+    cameras = torch.where(labels == 0, 0, torch.arange(len(labels)))
+    pairs = confused_classes(find_neighbours(metrics_of(embeddings, labels, cameras=cameras))[0])
+    (of_both,) = [pair for pair in pairs if (pair.first, pair.second) == (0, 1)]
+    assert 0 < of_both.count <= 9 * 8  # only queries of class 1 count, each with at most 8 images
+    assert of_both.share == of_both.count / (9 * 8)
+    assert {int(labels[query // 3]) for query, _ in of_both.examples} == {1}
+
+
 def test_duplicates_are_pairs_across_classes_or_splits():
     embeddings, labels = clusters(noise=0.8)
     copies = torch.tensor([3, 11])
@@ -149,3 +175,41 @@ def test_everything_of_a_set_agrees_with_the_metrics():
     assert len(worst) == 63
     assert found.counts.sum(1).tolist() == [7 * 9 * 8, 72 * 71 - 7 * 9 * 8]
     assert float(found.nearest.false_match_rates(found.threshold)) <= 0.1
+
+
+# Sets in which a query has no positive although another image has its label: the rule, the columns of images of label 5
+# (the query, two others) and of label 6 (two), their roles and cameras, and the reason.
+ALTHOUGH_THERE_IS_ANOTHER = {
+    "cameras": (None, [5, 5, 5, 6, 6], None, [1, 1, 1, 1, 2], "all other images of its label in the gallery have its"),
+    "roles": (None, [5, 5, 5, 6, 6], [1, 1, 1, 3, 3], None, "no other image of its label is in the gallery"),
+    "levels": (
+        None,
+        [[5, 9], [4, 9], [3, 9], [6, 8], [6, 8]],
+        None,
+        None,
+        "there is no other image of its finest label",
+    ),
+    "a rule": (NearInTime(), [[5, 0], [5, 10], [5, 20], [6, 0], [6, 1]], None, None, "is a relevant candidate by Near"),
+}
+
+
+@pytest.mark.parametrize("case", ALTHOUGH_THERE_IS_ANOTHER)
+def test_page_and_table_say_why_a_query_has_no_positive(case):
+    rule, columns, roles, cameras, reason = ALTHOUGH_THERE_IS_ANOTHER[case]
+    metrics = RetrievalMetrics((1,), relevance=rule)
+    given = {"roles": roles, "cameras": cameras}
+    optional = {name: torch.tensor(values) for name, values in given.items() if values is not None}
+    metrics.update(torch.randn(5, 4), torch.tensor(columns), torch.arange(5), **optional)
+    found = find_errors(metrics, 0.1)
+    assert found.without_positive == metrics.why_skipped()
+    assert list(found.without_positive) == [0, 1, 2]
+    images = ReportedImages("{}.png".format, str, lambda _: Image.new("RGB", (4, 4)))
+    rows = list(csv.DictReader(io.StringIO(report_table(found, images).decode())))
+    of_queries = {row["image"]: row["reason"] for row in rows if row["finding"] == "no positive"}
+    assert list(of_queries) == ["0.png", "1.png", "2.png"]
+    assert all(reason in text for text in of_queries.values())
+    source = ReportPage(found, images, "report.csv").source("title", "about")
+    section = unescape(source[source.index("<h2>No positive") :])
+    (heading,) = re.findall("<h3>(.*?)</h3>", section)
+    assert heading == f"3 queries: {of_queries['0.png']}"
+    assert section.count("<li") == 3
