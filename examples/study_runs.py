@@ -130,7 +130,7 @@ class StoredInputs(SmallImages):
     table: Table
 
     def prepare(self, index: int) -> torch.Tensor:
-        return self.table[self.file(index).relative_to(self.root).as_posix()]
+        return self.table[self.index.paths[index]]
 
 
 class Pictures(ImageFolder):
@@ -142,10 +142,18 @@ class Pictures(ImageFolder):
         arguments: keyword arguments of `ImageFolder`.
     """
 
+    of_folder: ClassVar[dict[Path, dict[str, ImageIndex]]] = {}  # what was read once for all runs of a process
+
     def __init__(self, root: Path, table: Table | None = None, **arguments: Any) -> None:
         preparation = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE, mean=(0, 0, 0), std=(1, 1, 1))
         super().__init__(root, categories=True, train_transform=preparation, eval_transform=preparation, **arguments)
         self.table = table
+
+    @property
+    def splits(self) -> dict[str, ImageIndex]:
+        if self.root not in self.of_folder:
+            self.of_folder[self.root] = super().splits
+        return self.of_folder[self.root]
 
     def image_set(self, index: ImageIndex, transform: Any) -> ImageSet:
         images = self.evaluation_set("train", index)
