@@ -2,11 +2,13 @@
 
     python examples/study_choice.py [--tasks head photographs] [--entrants "log rank" Circle] [--jobs 1]
     python examples/study_choice.py --report
+    python examples/study_choice.py --decide
 
 It needs the emoji, `python examples/emoji.py emoji`, and the photographs, `python examples/photographs.py photographs`.
 Each run is appended to `choice.jsonl` in the output folder, with its setting, its seed, its metrics on held-out classes
 and its CPU time. A run that is in the file is not repeated, so the command continues where it was stopped. `--report`
-prints what was chosen so far. The peers and candidates are in `study_entrants.py`.
+prints what was chosen so far. With `--decide`, the candidate and the peers that are chosen meet on the test set, which
+`study_decision.py` describes. The peers and candidates are in `study_entrants.py`.
 
 What the page leaves open:
 
@@ -29,7 +31,8 @@ from typing import Any
 import torch
 from results_file import append_result, read_results, write_results
 from study import Run, outcomes, shorten_setting
-from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
+from study_decision import RANKING_SEEDS, decision, final_runs, finalists, held_out, leaves
+from study_entrants import ENTRANTS, LOG_RANK, Entrant, Own, Values
 from study_experiments import Setting
 from study_pairs import CHOICE_SEED, SCALES, TASKS
 from study_runs import Place
@@ -38,8 +41,6 @@ from tqdm import tqdm
 ORDER = ("head", "photographs", "glyphs", "emoji", "fine_tuning")  # of the tasks
 COMBINATIONS = 8  # of own settings that are tried with half of the images
 FULL_LENGTH = 4  # settings that are then trained with all images
-RANKING_SEEDS = (0, 1, 2)
-LEAVES = 0.03  # a peer whose mAP is so far below that of log rank leaves the task
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ class Progress:
     chosen: Setting | None = None
 
 
-def follow(entrant: Entrant, task: str, chosen: Mapping[str, Setting], results: Mapping[str, Any], quick: bool) -> Any:
+def follow(
+    entrant: Entrant, task: str, chosen: Mapping[str, Setting], results: Mapping[str, Any], quick: bool
+) -> Progress:
     """Return the progress of an entrant on a task.
 
     Args:
@@ -181,7 +184,6 @@ def follow_all(task: str, results: Mapping[str, Any], quick: bool) -> dict[str, 
 def run_task(task: str, results: dict[str, Any], options: argparse.Namespace) -> int:
     """Run what is missing on a task, step by step, and return the number of runs that failed."""
     failed: set[str] = set()
-    place = Place(options.device, {"emoji": options.emoji, "photographs": options.photographs}, options.weights)
     while True:
         missing: dict[str, Run] = {}
         for name, progress in follow_all(task, results, options.quick).items():
@@ -190,16 +192,24 @@ def run_task(task: str, results: dict[str, Any], options: argparse.Namespace) ->
         runs = [run for key, run in missing.items() if key not in failed]
         if not runs:
             return len(failed)
-        for (setting, seed), outcome in tqdm(outcomes(runs, options.jobs, place), task, len(runs), unit="run"):
-            key = setting.key(seed)
-            try:
-                result = {**outcome(), "task": task, "setting": setting.different()}
-            except Exception as error:
-                failed.add(key)
-                tqdm.write(f"study_choice: {setting}, seed {seed}, failed: {error!r}", file=sys.stderr)
-                continue
-            results[key] = result
-            append_result(options.output / "choice.jsonl", result)
+        failed |= run_all(runs, task, results, options)
+
+
+def run_all(runs: Sequence[Run], task: str, results: dict[str, Any], options: argparse.Namespace) -> set[str]:
+    """Run settings of a task, write each result as soon as it is known, and return the keys of runs that failed."""
+    failed = set()
+    place = Place(options.device, {"emoji": options.emoji, "photographs": options.photographs}, options.weights)
+    for (setting, seed), outcome in tqdm(outcomes(runs, options.jobs, place), task, len(runs), unit="run"):
+        key = setting.key(seed)
+        try:
+            result = {**outcome(), "task": task, "setting": setting.different()}
+        except Exception as error:
+            failed.add(key)
+            tqdm.write(f"study_choice: {setting}, seed {seed}, failed: {error!r}", file=sys.stderr)
+            continue
+        results[key] = result
+        append_result(options.output / "choice.jsonl", result)
+    return failed
 
 
 def expected_runs(entrant: Entrant) -> int:
@@ -213,27 +223,47 @@ def expected_runs(entrant: Entrant) -> int:
 def report(task: str, results: Mapping[str, Any], quick: bool) -> str:
     """Return a table of what was chosen on a task so far, and of the runs and the CPU time that this took."""
     lines = [f"{task}: entrant | chosen setting | mAP, seed 0 | mAP, three seeds | runs | left at least | CPU s"]
-    of_log_rank = None
     done = left = 0
-    for name, progress in follow_all(task, results, quick).items():
+    progresses = follow_all(task, results, quick)
+    chosen = {name: progress.chosen for name, progress in progresses.items() if progress.chosen is not None}
+    for name, progress in progresses.items():
         ran = [results[key] for key in progress.runs if key in results]
         open_runs = 0
         values = ["", "", ""]
-        if progress.chosen is None:
-            open_runs = max(expected_runs(ENTRANTS[name]) - len(ran), len(progress.missing))
-        else:
-            maps = [results[progress.chosen.key(seed)]["metrics"]["mAP"] for seed in RANKING_SEEDS]
-            values = [shown(progress.chosen), f"{maps[0]:.4f}", f"{statistics.mean(maps):.4f}"]
-            if name == LOG_RANK:
-                of_log_rank = maps[0]
-            if name in PEERS and of_log_rank is not None and maps[0] <= of_log_rank - LEAVES:
+        if name in chosen:
+            maps = [held_out(chosen[name], seed, results) for seed in RANKING_SEEDS]
+            values = [shown(chosen[name]), f"{maps[0]:.4f}", f"{statistics.mean(maps):.4f}"]
+            if LOG_RANK in chosen and leaves(name, chosen, results):
                 values[1] += " (leaves)"
+        else:
+            open_runs = max(expected_runs(ENTRANTS[name]) - len(ran), len(progress.missing))
         seconds = sum(result["cpu_seconds"] for result in ran)
         lines.append(" | ".join([name, *values, str(len(ran)), str(open_runs), f"{seconds:.0f}"]))
         done, left = done + len(ran), left + open_runs
     seconds = sum(result["cpu_seconds"] for result in results.values() if result["task"] == task)
     lines.append(f"{task}: {done} runs done, at least {left} left, {seconds:.0f} CPU s so far")
     return "\n".join(lines)
+
+
+def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
+    """Run the decision and print it; the return value is the number of runs that failed or are not chosen yet."""
+    chosen: dict[str, dict[str, Setting]] = {}
+    for task in ORDER:
+        chosen[task] = {}
+        for name, progress in follow_all(task, results, options.quick).items():
+            if progress.chosen is None:
+                print(f"study_choice: the choice of {name} on {task} is not complete.", file=sys.stderr)
+                return 1
+            chosen[task][name] = progress.chosen
+    candidate, peers = finalists(chosen, results)
+    failed: set[str] = set()
+    for task, settings in chosen.items():
+        runs = final_runs(task, [settings[name] for name in (candidate, *peers)])
+        missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
+        failed |= run_all(missing, task, results, options)
+    if not failed:
+        print(decision(chosen, results))
+    return len(failed)
 
 
 def shown(setting: Setting) -> str:
@@ -258,6 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--weights", type=Path, help="folder of what frozen networks give; default OUTPUT/weights")
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the classes, to try it out")
+    parser.add_argument("--decide", action="store_true", help="when all is chosen, run the decision and print it")
     parser.add_argument("--report", action="store_true", help="run nothing, print what was chosen so far")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -282,6 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results(file, results)  # without a line that was not finished
         for task in options.tasks:
             failed += run_task(task, results, options)
+        if options.decide and not failed:
+            failed = decide(results, options)
     for task in options.tasks:
         print(report(task, results, options.quick), end="\n\n")
     if failed:

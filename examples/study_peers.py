@@ -119,7 +119,8 @@ class ProxyLoss(nn.Module):
     def positions(self, labels: Tensor) -> Tensor:
         """Return the positions of labels among the classes."""
         classes: Any = self.classes
-        return torch.searchsorted(classes, labels)
+        positions: Tensor = torch.searchsorted(classes, labels)
+        return positions
 
     @torch.no_grad()
     def begin_at(self, means: Tensor) -> None:
@@ -151,15 +152,19 @@ def adam_with_proxies(
         settings: other arguments of AdamW.
     """
     numbers = set(map(id, proxies))
-    of_network, of_proxies = [], []
+    of_network: list[nn.Parameter] = []
+    of_proxies: list[nn.Parameter] = []
     for group in groups:
         for parameter in group["params"]:
             if id(parameter) in numbers:
                 of_proxies.append(parameter)
             else:
                 of_network.append(parameter)
-    own = {"params": of_proxies, "lr": factor * lr, "weight_decay": 0.0}
-    return torch.optim.AdamW([{"params": of_network}, own], lr=lr, fused=True, **settings)
+    parts: list[dict[str, Any]] = [
+        {"params": of_network},
+        {"params": of_proxies, "lr": factor * lr, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(parts, lr=lr, fused=True, **settings)
 
 
 class ProxyTraining(pl.Callback):
@@ -189,13 +194,13 @@ class ProxyTraining(pl.Callback):
 def class_means(module: Any, dataset: Any, loss: ProxyLoss) -> Tensor:
     """Return the mean embedding of each training class. BatchNorm layers normalise as in the first steps."""
     before = {name: value.clone() for name, value in module.embedder.named_buffers()}
-    labels = dataset.labels
-    sums: Tensor | float = 0.0
-    for rows in torch.randperm(len(labels)).split(MEANS_BATCH):
-        images = torch.stack([dataset[index]["images"] for index in rows.tolist()]).to(module.device)
-        embeddings = module.embed(images)
-        positions = loss.positions(labels[rows].to(module.device))
-        sums = sums + embeddings.new_zeros(len(loss.classes), embeddings.shape[1]).index_add(0, positions, embeddings)
+    embeddings, positions = [], []
+    for rows in torch.randperm(len(dataset.labels)).split(MEANS_BATCH):
+        images = torch.stack([dataset[index]["images"] for index in rows.tolist()])
+        embeddings.append(module.embed(images.to(module.device)))
+        positions.append(loss.positions(dataset.labels[rows].to(module.device)))
     for name, value in module.embedder.named_buffers():
         value.copy_(before[name])
-    return normalize(sums)
+    classes = len(dataset.labels.unique())
+    sums = embeddings[0].new_zeros(classes, embeddings[0].shape[1])
+    return normalize(sums.index_add(0, torch.cat(positions), torch.cat(embeddings)))

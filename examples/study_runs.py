@@ -311,8 +311,13 @@ def make_module(setting: Setting, steps: int, classes: torch.Tensor | None = Non
     updates = Updates(gradient_clip_val=CLIP)
     if setting.proxies is not None:
         proxies = [proxy for part in proxy_losses(loss) for proxy in part.parameters()]
-        own = {"proxies": proxies, "factor": setting.proxy_rate}
-        optimizer = partial(adam_with_proxies, lr=setting.lr, weight_decay=setting.weight_decay, **own)
+        optimizer = partial(
+            adam_with_proxies,
+            proxies=proxies,
+            factor=setting.proxy_rate,
+            lr=setting.lr,
+            weight_decay=setting.weight_decay,
+        )
         updates = Updates()  # ProxyTraining clips
     return RetrievalModule(
         embedder,

@@ -351,3 +351,115 @@ def test_shuffled_batches(choice):
     assert all(len(labels[torch.tensor(batch)].unique()) > 20 for batch in batches)
     sampler.set_epoch(1)
     assert list(sampler) != batches
+
+
+@pytest.fixture
+def decisions(choice):
+    return importlib.import_module("study_decision")
+
+
+def test_the_candidate_and_the_peers_that_meet(choice, decisions):
+    """The best in the mean over tasks and seeds; a peer that is .03 below log rank on one task is none of them."""
+    names = list(choice.ENTRANTS)
+    chosen, results = {}, {}
+    for number, task in enumerate(choice.ORDER):
+        chosen[task] = {}
+        for place, name in enumerate(names):
+            setting = choice.Setting(lr=place + 1, images=number)
+            chosen[task][name] = setting
+            for seed in (0, 1, 2):
+                mean = 0.6 - 0.001 * place
+                if name == "InfoNCE" and task == "emoji" and seed == 0:
+                    mean = 0.57
+                if name == names[-1]:
+                    mean = (0.55, 0.7, 0.7)[seed]
+                results[setting.key(seed)] = {"metrics": {"mAP": mean}}
+    candidate, peers = decisions.finalists(chosen, results)
+    assert candidate == names[-1]
+    assert peers == [name for name in names[:7] if name != "InfoNCE"]
+
+
+def spread(mean, error):
+    """Ten differences with this mean and this standard error."""
+    values = np.linspace(-1, 1, 10)
+    return (mean + values / values.std(ddof=1) * error * 10**0.5).tolist()
+
+
+def test_the_quantiles_are_those_of_students_distribution(decisions):
+    stats = pytest.importorskip("scipy.stats")
+    for number, quantile in enumerate(decisions.QUANTILES, start=1):
+        assert 2 * stats.t.sf(quantile, 9) == pytest.approx(0.05 / number, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "expected"),
+    [
+        ([3.4, 3.3, 3.2, 3.0, 2.7, 2.3], {0, 1, 2, 3, 4, 5}),  # each above the quantile of its step
+        ([3.3, 3.3, 3.3, 3.3, 3.3, 3.3], set()),  # the first step ends
+        ([9.0, 3.0, 3.0, 3.0, 3.0, 3.0], {0}),  # the second step ends
+        ([-9.0, 3.3, 0.0, 0.0, 0.0, 0.0], {1}),  # the first is below, and counts as a step
+        ([2.3], {0}),
+    ],
+)
+def test_holms_correction(decisions, statistics, expected):
+    of_peers = {number: spread(0.01 * value, 0.01) for number, value in enumerate(statistics)}
+    assert decisions.above(of_peers) == expected
+
+
+def test_verdicts(decisions):
+    means = {"far below": -9, "below": -3.0, "level": 1.0, "above": 5.0, "worse at one": 5.0}
+    at_one = {**dict.fromkeys(means, 0.0), "worse at one": -3.0}
+    of_metrics = {
+        "mAP": {peer: spread(0.01 * mean, 0.01) for peer, mean in means.items()},
+        "R@1": {peer: spread(0.01 * mean, 0.01) for peer, mean in at_one.items()},
+    }
+    assert decisions.verdicts(of_metrics) == {
+        "far below": "neither",
+        "below": "neither",
+        "level": "level",
+        "above": "above",
+        "worse at one": "below in R@1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "won"),
+    [(("above", "above"), True), (("level", "above"), True), (("neither", "above"), False)],
+)
+def test_when_the_candidate_has_won(decisions, last, won):
+    tasks = {number: {"a": "above", "b": "above"} for number in range(4)}
+    tasks[4] = dict(zip("ab", last))
+    assert decisions.has_won(tasks) == won
+    tasks[0] = {"a": "level", "b": "above"}
+    assert decisions.has_won(tasks) == (last == ("above", "above"))
+    tasks[0] = {"a": "below in R@1", "b": "above"}
+    assert not decisions.has_won(tasks)
+
+
+def test_the_decision_is_run_when_all_is_chosen(choice, decisions, tmp_path, capsys, monkeypatch):
+    """All runs have one mAP but those of the last candidate, which is above all peers on the test set."""
+    asked = []
+
+    def run(setting, seed, place):
+        asked.append((setting, seed))
+        noise = 0.001 * math.sin(seed + len(setting.loss) + len(setting.added_args))
+        value = 0.5 + 0.2 * (setting.first_loss is not None) + noise
+        metrics = {"mAP": value, "R@1": value, "mAP@R": value}
+        return {"key": setting.key(seed), "metrics": metrics, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(importlib.import_module("study_runs"), "run", run)
+    command = ["--output", str(tmp_path / "out"), "--decide"]
+    assert choice.main([*command, "--tasks", "head"]) == 1
+    assert "the choice of log rank on photographs is not complete" in capsys.readouterr().err
+    assert choice.main(command) == 0
+    printed = capsys.readouterr().out
+    [candidate] = [name for name in choice.ENTRANTS if "20 %" in name]
+    assert f"{candidate} has won" in printed
+    final = [(setting, seed) for setting, seed in asked if not setting.held_out]
+    assert len(final) == 7 * 10 * (5 + 2)
+    assert {seed for _, seed in final} == set(range(30, 40))
+    assert sum(setting.trained_classes for setting, _ in final) == 7 * 10 * 2
+    assert {seed for setting, seed in asked if setting.held_out} == {0, 1, 2}
+    asked.clear()
+    assert choice.main(command) == 0
+    assert not asked
