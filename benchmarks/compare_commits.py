@@ -59,8 +59,9 @@ def run(folder: Path, benchmark: str, options: list[str]) -> Measures:
     file = folder / "results.json"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(folder / "benchmarks" / f"{benchmark}.py"), *options, "--json", str(file)]
-    path = {"PYTHONPATH": str(folder / "installed")}
-    subprocess.run(command, check=True, cwd=folder, env={**os.environ, **path}, stdout=subprocess.DEVNULL)
+    installed = folder / "installed"  # also where it runs: `python -m` imports what is in the current folder first
+    path = {"PYTHONPATH": str(installed)}
+    subprocess.run(command, check=True, cwd=installed, env={**os.environ, **path}, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {**measures_of(json.loads(file.read_text())["results"]), WHOLE_RUN: spent}

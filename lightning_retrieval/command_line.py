@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
@@ -176,12 +177,15 @@ def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 class CommandParser(argparse.ArgumentParser):
     """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option.
 
-    An option without a default may be given as None or null, which is the same as leaving it out.
+    An option without a default may be given as None or null, which is the same as leaving it out. An empty text is no
+    path, although `Path("")` is the current folder: it comes from a variable of a script that is not set.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the options; end the program for `--help` or an invalid option."""
         for action in self._actions:
+            if action.type is Path:
+                action.type = _path
             takes_one = isinstance(action, argparse._StoreAction) and action.option_strings and action.choices is None
             if takes_one and not action.required and action.default is None:
                 action.type = _or_none(action.type or str)  # type: ignore[arg-type]
@@ -196,6 +200,12 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
         self.exit(2, one_line(self.prog, message))
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be the path of a file or a folder, got an empty text")
+    return Path(text)
 
 
 def command_parser(command: str, description: str, epilog: str) -> CommandParser:

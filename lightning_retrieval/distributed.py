@@ -1,5 +1,6 @@
 """Synchronisation of host and device, and collective operations: gather, exchange and sum rows over processes."""
 
+import atexit
 import os
 import pickle
 import sys
@@ -73,6 +74,21 @@ def rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0
+
+
+@atexit.register
+def close_gloo() -> None:
+    """Destroy the process group of Gloo before the interpreter ends, as Lightning does with NCCL's.
+
+    Otherwise a thread of Gloo may free a tensor when there is no interpreter any more, which aborts the process after
+    all of its work is done (PyTorch issue 190489). After an error the group is left alone: to destroy it would be to
+    wait for operations that the other processes may never join.
+    """
+    ended_by_error = hasattr(sys, "last_type")
+    if ended_by_error or not dist.is_available() or not dist.is_initialized():
+        return
+    if dist.get_backend() == dist.Backend.GLOO:
+        dist.destroy_process_group()
 
 
 def gather_rows(

@@ -13,14 +13,18 @@ PACKAGES = {
 }
 
 
-@functools.cache
 def syntax_trees(*folders):
     """{path in the repository: syntax tree} of all Python files in these folders."""
     trees = {}
     for folder in folders:
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            trees[path.relative_to(REPOSITORY).as_posix()] = ast.parse(path.read_text(encoding="utf-8"))
+        trees.update(_trees_of(folder))
     return trees
+
+
+@functools.cache
+def _trees_of(folder):
+    files = sorted((REPOSITORY / folder).rglob("*.py"))
+    return {file.relative_to(REPOSITORY).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
 def module_name(path):

@@ -110,13 +110,14 @@ def main(args: Any = None) -> None:
 
 
 def _check_configs(command: str, args: Sequence[str]) -> None:
-    """Exit if a file of `--config` does not exist, before libraries are imported, which takes seconds."""
+    """Exit if `--config` names no file, before libraries are imported, which takes seconds."""
     parser = CommandParser(f"lightning-retrieval {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", "-c", action="append", default=[])
     for config in parser.parse_known_args(args)[0].config:
-        path = Path(config)
-        if path.suffix in CONFIG_SUFFIXES and "://" not in config and not path.expanduser().exists():
-            parser.error(f"--config must be an existing file, got {config}")
+        path = Path(config).expanduser()
+        is_missing = path.suffix in CONFIG_SUFFIXES and "://" not in config and not path.exists()
+        if is_missing or path.is_dir():
+            parser.error(f"--config must be an existing file, got {config or 'an empty text'}")
 
 
 def _parse_command(args: Sequence[str]) -> str:

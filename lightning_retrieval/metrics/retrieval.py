@@ -215,6 +215,16 @@ class RetrievalMetrics(EmbeddingMetric):
         >>> metrics.per_query()["AP"]
         tensor([1.0000, 1.0000, 0.3333, 1.0000], dtype=torch.float64)
 
+        Wrappers of torchmetrics that need a single value, such as `MetricTracker` and `MinMaxMetric`, take one of the
+        metrics. (`BootStrapper` draws rows repeatedly, so that a query finds copies of itself: `intervals` does not.)
+
+        >>> from torchmetrics.wrappers import MetricTracker
+        >>> tracker = MetricTracker(RetrievalMetrics(ks=(1,))["mAP"], maximize=True)
+        >>> tracker.increment()
+        >>> tracker.update(embeddings, torch.tensor([5, 5, 2, 2]), ids=torch.arange(4))
+        >>> round(tracker.best_metric(), 2)
+        0.83
+
     Cost:
         The embeddings are kept until `reset`. `compute` holds one block of scores at a time, never all of them, and
         takes little longer than the product of queries and gallery. Queries and gallery are distributed over the W

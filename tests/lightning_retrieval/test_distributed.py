@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import subprocess
 import sys
 
 import pytest
@@ -82,6 +83,21 @@ def test_one_process_without_a_group():
 
 def raise_error(error):
     raise error
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ends_with", "is_open"), [("", False), ("raise SystemExit(0)", False), ("1 / 0", True)])
+def test_gloo_is_closed_before_the_interpreter_ends_unless_by_an_error(tmp_path, ends_with, is_open):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        "import lightning_retrieval.distributed\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n" + ends_with
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == f"{is_open}\n"
+    assert (ended.returncode != 0) == ("1 / 0" in ends_with)
 
 
 @pytest.mark.parametrize(

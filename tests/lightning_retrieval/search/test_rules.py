@@ -63,6 +63,10 @@ CASES = {
     "shrink photos small --size 0": "shrink: `--size` must be an integer >= 1, got 0",
     "check --data ImageFolder --root no": "check: error: --root must be the folder of the data set, got no, which does",
     "check --data InShop --data.root=no": "check: error: --root must be the folder of the data set, got no, which does",
+    "index --checkpoint a.ckpt --images= --output new": "argument --images: must be the path of a file or a folder, g",
+    "search --index= a.jpg": "argument --index: must be the path of a file or a folder, got an empty text",
+    "fit --config=": "fit: error: --config must be an existing file, got an empty text",
+    "fit --config photos": "fit: error: --config must be an existing file, got photos",
     "fit --config no.yaml": "fit: error: --config must be an existing file, got no.yaml",
     "test --config=no.yaml --ckpt_path no.ckpt": "test: error: --config must be an existing file, got no.yaml",
 }

@@ -346,7 +346,7 @@ trainer:
   logger: false
   enable_progress_bar: false
   callbacks:
-    - class_path: RetrievalEvaluation
+    - class_path: lightning_retrieval.callbacks.RetrievalEvaluation
       init_args: {{ks: [1]}}
     - class_path: pytorch_lightning.callbacks.ModelCheckpoint
       init_args: {{dirpath: {out}, filename: best, monitor: val/mAP, mode: max, enable_version_counter: false}}
@@ -357,7 +357,7 @@ model:
       class_path: lightning_retrieval.models.FrozenEmbedder
       init_args: {{checkpoint: {folder}/old.ckpt}}
     sides:
-      class_path: TwoNetworks
+      class_path: lightning_retrieval.TwoNetworks
       init_args:
         query_embedder:
           class_path: lightning_retrieval.models.TextEmbedder
@@ -365,13 +365,13 @@ model:
         directions: both
     loss: lightning_retrieval.SmoothAPLoss
 data:
-  class_path: Pairs
+  class_path: lightning_retrieval.datamodules.Pairs
   init_args:
     queries:
-      class_path: TextTable
+      class_path: lightning_retrieval.datamodules.TextTable
       init_args: {{table: {out}/captions.csv}}
     candidates:
-      class_path: ImageTable
+      class_path: lightning_retrieval.datamodules.ImageTable
       init_args: {{root: {folder}/images, table: {out}/images.csv}}
     classes_per_batch: 2
     queries_per_class: 1
