@@ -23,11 +23,7 @@ from lightning_retrieval.distributed import Shard, sum_over_ranks
 from lightning_retrieval.invalid import InvalidType, owned
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
-    FastAPLoss,
-    QuantizedAPLoss,
     RetrievalLoss,
-    SmoothAPLoss,
-    SupAPLoss,
     WeightedSum,
 )
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch, ranked_batch
@@ -127,10 +123,6 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
     return batches
 
 
-# Losses whose value is 1 minus an approximation of AP.
-_SURROGATES = (SmoothAPLoss, FastAPLoss, QuantizedAPLoss, SupAPLoss, BlackboxAPLoss)
-
-
 def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
     """Return the loss if it approximates AP, else its first term that approximates AP; None if there is none."""
     if isinstance(loss, WeightedSum):
@@ -139,7 +131,7 @@ def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
             if surrogate is not None:
                 return surrogate
         return None
-    if isinstance(loss, _SURROGATES):
+    if isinstance(loss, RetrievalLoss) and loss.approximates_ap:
         return loss
     return None
 

@@ -269,13 +269,27 @@ def data_of(section: str, claim: str) -> str:
 
 
 def study_claims() -> list[Claim]:
-    """Return the claims in the overviews of the studies, and those of the study of detectors."""
+    """Return the claims of the studies, and those of the study of detectors."""
     found = []
     for page in STUDY_PAGES:
         text = (DOCS / "study" / page).read_text(encoding="utf-8")
-        for title, anchor, claim, verdict in re.findall(r"^\| \[(.*?)\]\((#.*?)\) \| (.*) \| (.*) \|$", text, re.M):
-            found.append(Claim(claim, verdict, data_of(title, claim), f"[{title}](study/{page}{anchor})"))
+        claims = claims_of_sections(text)
+        if "\n| experiment | claim | here |\n" in text:
+            claims = re.findall(r"^\| \[(.*?)\]\(#.*?\) \| (.*) \| (.*) \|$", text, re.M)
+        for title, claim, verdict in claims:
+            anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+            found.append(Claim(claim, verdict, data_of(title, claim), f"[{title}](study/{page}#{anchor})"))
     return [*found, *detection_claims()]
+
+
+def claims_of_sections(text: str) -> list[tuple[str, str, str]]:
+    """Return the title of the section, the claim and the verdict of each claim of a page that has no table of them."""
+    found = []
+    for section in text.split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        lines = re.sub(r"\n  ", " ", body)
+        found += [(title, *line) for line in re.findall(r"^- (.*?)\. Here, .*: \*\*(.*)\*\*\.$", lines, re.M)]
+    return found
 
 
 def detection_claims() -> list[Claim]:
@@ -331,21 +345,21 @@ def results_section(table: Table, published: Mapping[str, Any]) -> list[str]:
 
 
 def grouped_values(table: Table, paper: str) -> list[str]:
-    """Return a table of all values of the configs of a paper; configs that agree share a line."""
+    """Return a table of the values of the configs of a paper that are ours; configs that agree share a line."""
     configs = {name: entry for name, entry in table["configs"].items() if entry["paper"] == paper}
     names = list(dict.fromkeys(name for entry in configs.values() for name in entry["values"]))
-    lines = [cells("setting", "configs", "value", "from"), cells(*["---"] * 4)]
+    lines = [cells("setting", "configs", "value", "reason"), cells(*["---"] * 4)]
     for name in names:
         groups: dict[tuple[str, str], list[str]] = {}
         for config, entry in configs.items():
-            if name in entry["values"]:
-                value = entry["values"][name]
-                groups.setdefault((shown(value[0]), origin(value)), []).append(Path(config).stem)
-        for (value, source), members in groups.items():
+            value = entry["values"].get(name)
+            if value is not None and value[1] == "ours":
+                groups.setdefault((shown(value[0]), origin(value).removeprefix("ours: ")), []).append(Path(config).stem)
+        for (value, reason), members in groups.items():
             who = ", ".join(members)
             if len(members) == len(configs):
                 who = "all"
-            lines.append(cells(f"`{name}`", who, value, source))
+            lines.append(cells(f"`{name}`", who, value, reason))
     return lines
 
 
@@ -363,22 +377,21 @@ Each config in `examples/` repeats a line of a paper's tables. For each table an
 the published numbers in percent, the command, the data, what differs, and what was run here. We have not trained any of
 the configs on the published data sets, nor any network on photographs: the studies here train small networks on Glyphs,
 emoji and drawn scenes, and show a direction at best. The lines with "a pretrained network" begin with ImageNet weights.
-A line says whether its claim holds: **same direction**, **not the same direction** or **no difference beyond the spread
-of seeds**.
+A line says whether its claim holds, with the [verdicts of the study](study/index.md).
 
 At the end of a run, the callback `PublishedResults` prints the published numbers beside those of the run. It has the
-numbers of one row, which the first lines of the config name, and does not know of further options: after a command that
-changes other settings, compare with its row on this page.
+numbers of one row, which the first lines of the config name: after a command that changes other settings, compare with
+its row on this page.
 
-Each value of each config has one of three marks, in the tables below and in the comments of the config:
+The comments of a config give the source of each of its values, with one of three marks:
 
 - **paper**: the paper states it, in the section or the table that is named;
 - **code**: the official code has it, in the file that is named, at the commit that is named;
-- **ours**: neither states it, or the library differs; the reason is given.
+- **ours**: neither states it, or the library differs. These values are also in the tables below, with the reason.
 
 `python examples/papers.py` writes this page, the comments of the configs and the table in `examples/README.md` from
-`examples/papers.yaml`. A test builds each config and compares what was built with that file.
-`python examples/figures.py` draws the figures, each in less than a minute of CPU time.
+`examples/papers.yaml`; a test compares what each config builds with that file. `python examples/figures.py` draws the
+figures, each in less than a minute of CPU time.
 
 To check a copy of a data set before training: `lightning-retrieval check --data NAME --root FOLDER`. The directory
 structures are in [Data sets](data-sets.md), and the hours that a training takes in [Scaling](scaling.md).
@@ -400,7 +413,7 @@ def page(table: Table) -> str:
             lines += results_section(table, published)
         for name in paper.get("figures", ()):
             lines += figure_section(name, figures[name])
-        lines += [f"### The values of the configs of {paper['name']}", "", *grouped_values(table, key), ""]
+        lines += [f"### The values of {paper['name']} that are ours", "", *grouped_values(table, key), ""]
     return "\n".join(lines)
 
 

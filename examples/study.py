@@ -49,9 +49,9 @@ from tqdm import tqdm
 PAGES = {
     "index.md": Page(INTRODUCTION, EXPERIMENTS),
     "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
-    "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}),
+    "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}, lists_claims=False),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
-    "pairs.md": Page(PAIRS_INTRODUCTION, pair_experiments({})),
+    "pairs.md": Page(PAIRS_INTRODUCTION, pair_experiments({}), lists_claims=False),
 }
 NAMES = [name for page in PAGES.values() for name in page.experiments]
 

@@ -199,12 +199,11 @@ TIE_AWARE = {  # form: the source of the claim that it is not better than the pl
 EXPERIMENTS = {
     "batch_size": Experiment(
         "Batch size",
-        "All runs have four images of each class. In the first runs the learning rate is the same, and the number of "
-        "training images, as papers train for the same number of epochs: all runs cost the same, but the largest "
-        "batch takes 16 times fewer steps than the smallest. So `SmoothAPLoss` is also trained with a learning rate "
-        "in proportion to the batch, and with the same number of steps, in which the largest batch sees 16 times more "
-        "images than the smallest. These runs were added after the results of the others were known, and so was the "
-        "division of each claim in two.",
+        "Four images of each class. The first runs have the same learning rate and the same number of training "
+        "images, as papers train for the same number of epochs, so the largest batch takes 16 times fewer steps than "
+        "the smallest. `SmoothAPLoss` is also trained with a learning rate in proportion to the batch, and with the "
+        "same number of steps. These runs, and the division of each claim in two, were added after the results of "
+        "the others were known.",
         {
             "SmoothAPLoss": vary_batch(BASE, (8, 16, 32, 64, 128)),
             "FastAPLoss": vary_batch(FAST_AP, (8, 32, 128)),
@@ -223,8 +222,8 @@ EXPERIMENTS = {
     ),
     "bins": Experiment(
         "Number of bins",
-        "For FastAP this is the number of intervals of the squared distance from 0 to 4, for AP-Q "
-        "(`QuantizedAPLoss`) the number of bin centres of the cosine similarity from -1 to 1.",
+        "Of FastAP, intervals of the squared distance from 0 to 4; of AP-Q (`QuantizedAPLoss`), bin centres of the "
+        "cosine similarity from -1 to 1.",
         {
             "FastAPLoss": vary(FAST_AP, "num_bins", (5, 10, 20, 40), 10),
             "QuantizedAPLoss": vary(AP_Q, "num_bins", (5, 10, 20, 40), 20),
@@ -247,7 +246,7 @@ EXPERIMENTS = {
     ),
     "tau": Experiment(
         "Temperature tau",
-        "This is the temperature of the sigmoid that replaces the step function in Smooth-AP.",
+        "The temperature of the sigmoid that replaces the step function in Smooth-AP.",
         {"SmoothAPLoss": vary(BASE, "tau", (0.001, 0.01, 0.1), 0.01)},
         [
             Finding("0.01 is better than 0.1 (Smooth-AP, Table 5)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.1"),
@@ -257,17 +256,17 @@ EXPERIMENTS = {
     ),
     "per_class": Experiment(
         "Images of each class",
-        "A batch has 128 images, K of each class, so more images of each class mean fewer classes. Half of the "
-        "training classes have 9 images or fewer; a class with fewer than K images contributes some of them twice.",
+        "A batch has 128 images, K of each class. Half of the training classes have 9 images or fewer; a class with "
+        "fewer than K images contributes some of them twice.",
         {"SmoothAPLoss": {K: replace(BASE, classes=128 // K, per_class=K) for K in (2, 4, 8)}},
         [Finding("4 images are better than 8 (Smooth-AP, Table 5)", "SmoothAPLoss, 4", "SmoothAPLoss, 8")],
         axis="images of each class (K)",
     ),
     "category_sampling": Experiment(
         "Category sampling",
-        "Batches of two categories (`CategorySampler`) are compared with batches of any classes (`PKSampler`). The "
-        "emoji have ten categories, such as flags, food and animals. Glyphs has none of a useful size, so there a "
-        "category is 32 training characters that are neighbours in Unicode, such as accented Latin letters or arrows.",
+        "Batches of two categories (`CategorySampler`) against batches of any classes (`PKSampler`). The emoji have "
+        "ten categories, such as flags. Glyphs has none of a useful size: there a category is 32 training characters "
+        "that are neighbours in Unicode.",
         {
             "": {
                 "emoji, any classes": FAST_AP_EMOJI,
@@ -288,8 +287,7 @@ EXPERIMENTS = {
     "class_balancing": Experiment(
         "Class balancing",
         "With `class_balanced=True` each class of a batch has the same weight, instead of each image. The batches are "
-        "filled with whole classes of 2 to 29 images, so that there is something to balance. The emoji cannot show "
-        "this: their classes have three or four images.",
+        "filled with whole classes of 2 to 29 images, so that there is something to balance.",
         {"": {"AP-Q": WHOLE_CLASSES, "AP-Q, balanced": replace(WHOLE_CLASSES, loss_args={"class_balanced": True})}},
         [Finding("Balancing helps (Revaud et al., Fig. 7)", "AP-Q, balanced", "AP-Q")],
     ),
@@ -309,9 +307,9 @@ EXPERIMENTS = {
     ),
     "score_memory": Experiment(
         "Memory of scores, and margin",
-        "RaMBO's recall loss is trained with and without its margin of 0.02, and with and without its memory of the "
-        "scores of four past batches. That memory makes no list longer: it acts as a weighting, "
-        "`BlackboxRecallLoss(batch_memory=4)`. A memory of embeddings has [a page of its own](memory.md).",
+        "RaMBO's recall loss with and without its margin of 0.02, and its memory of the scores of four past batches. "
+        "That memory makes no list longer: it acts as a weighting, `BlackboxRecallLoss(batch_memory=4)`. A memory of "
+        "embeddings has [a page of its own](memory.md).",
         {
             "": {
                 "memory and margin": replace(RECALL, loss_args={"batch_memory": 4}),
@@ -340,15 +338,15 @@ EXPERIMENTS = {
     ),
     "calibration": Experiment(
         "Calibration",
-        "ROADMAP is the mean of SupAP and a calibration loss; without the calibration loss it is SupAP.",
+        "ROADMAP is the mean of SupAP and a calibration loss.",
         {"": {"with calibration": Setting(loss="ROADMAPLoss"), "without": Setting(loss="SupAPLoss")}},
         [Finding("Both parts matter (ROADMAP, abstract)", "with calibration", "without")],
     ),
     "chunks": Experiment(
         "Chunks",
         "A batch of 128 images is embedded at once, or 48 images at a time (`chunk_size=48`). BatchNorm is frozen, and "
-        "the runs are in float64, so that rounding errors do not grow over the steps. These runs are short: they see "
-        "12,800 images (at first 6,400, with which they had hardly learned), so they compare only with each other.",
+        "the runs are in float64, so that rounding errors do not grow over the steps. They see 12,800 images only, so "
+        "they compare only with each other.",
         {"": {"whole batch": EXACT, "chunks of 48": replace(EXACT, chunk_size=48)}},
         [
             Finding(

@@ -86,8 +86,7 @@ def recall_rows() -> dict[str, Setting]:
 LOSS_EXPERIMENTS = {
     "loss_learning_rate": Experiment(
         "Learning rate of each loss",
-        "The learning rates from which those of the next tables were chosen, the same four for all losses: the one "
-        "with the highest mAP of classes that are neither in training nor in the test set, with one seed.",
+        "The learning rates from which those of the next tables were chosen, as said above.",
         {**sweep("glyphs", GLYPHS_RATES), **sweep("emoji", EMOJI_RATES)},
         [],
         axis="learning rate",

@@ -149,7 +149,7 @@ def comparisons(arms: Sequence[str]) -> list[Finding]:
     found.append(Finding("FastAP is above Smooth-AP", "FastAP", SMOOTH_AP))
     for metric in ("mAP@R", "R@1"):
         for pairs in (MULTI_SIMILARITY, SUP_CON):
-            found.append(Finding(f"Log rank with lambda 1 is above {pairs}", LOG_RANK, pairs, metric=metric))
+            found.append(Finding(f"{LOG_RANK}, is above {pairs}", LOG_RANK, pairs, metric=metric))
     return [finding for finding in found if finding.one in arms and finding.other in arms]
 
 

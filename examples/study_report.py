@@ -18,36 +18,39 @@ from study_experiments import BASE, NEGLIGIBLE, NO_DIFFERENCE, NOT_SAME, SAME, E
 from study_pairs import LAST_STAGES, PHOTOGRAPHS
 
 VERDICTS = f"""
-- **A difference** is the mean of the differences between runs with the same seed, with its 95 % t-interval.
+- **A difference** is the mean, over the seeds, of the first setting minus the second, with its 95 % t-interval.
 - **{SAME}**: the interval is above 0. If the claim is that a setting is enough: the interval is not below 0.
   If it is that a setting changes nothing: the seeds agree one by one.
 - **{NOT_SAME}**: the interval is below 0.
 - **{NO_DIFFERENCE}**: the interval contains 0. The interval of two equal settings does not
   contain 0 one time in twenty, so a single line proves little.
 """.strip()
+VERDICTS_ELSEWHERE = "Differences and verdicts are those of [the first page](index.md)."
+TOTALS = "{runs} runs took {minutes:.0f} minutes, with {used}."
+HOLD = """Of {findings} claims {same} hold here and of {not_same} the
+opposite; in {no_difference} there is no difference beyond the spread of seeds."""
 
 INTRODUCTION = f"""
 # A study on Glyphs
 
-This page repeats the ablations of the papers on the data set that comes with the library: images of characters in
-matplotlib's fonts, 32 x 32 pixels. The test set contains characters that are not in the training set: 16,997 images of
-1,745 classes, each a query against all others. The network is small and is trained from scratch for less than a minute.
-This is far from the papers' experiments: a finding that is not reproduced here is not refuted, and one that is
-reproduced is not proven. The page shows the effect of each setting if everything else is equal. The losses are compared
-[on the next page](losses.md), each with a learning rate of its own, and RaMBO's detector has
-[a page of its own](detection.md).
+This page repeats the papers' ablations on Glyphs, the data set that comes with the library: images of characters in
+many fonts, 32 x 32 pixels. The test set has other characters than the training set: 16,997 images of 1,745 classes,
+each a query against all others. A small network is trained from scratch for less than a minute. This is far from the
+papers' experiments: a finding that is not reproduced here is not refuted, and one that is reproduced is not proven.
+[The losses](losses.md), each with a learning rate of its own, and [RaMBO's detector](detection.md) have pages of their
+own.
 
-`python examples/study.py` writes this page from [results.jsonl](results.jsonl). The command runs only what that file
-does not contain yet; all runs of this page take about an hour on two CPU cores, and those of all pages several hours.
+`python examples/study.py` writes this page from [results.jsonl](results.jsonl), and runs only what that file does not
+contain: about an hour on two CPU cores for this page, several hours for all.
 
 - **A run** trains `GlyphNet(width={BASE.width})` with {BASE.dim} dimensions on {BASE.images:,} images, in batches of
   {BASE.classes} classes with {BASE.per_class} images each, with `{BASE.loss}` and AdamW. The learning rate falls from
-  {BASE.lr} to 0 along a cosine, and gradients are clipped to 1. Each table says what differs from this. These settings
-  were chosen for a short training time, by trial runs of `{BASE.loss}` only. Nothing was tuned for a finding.
+  {BASE.lr} to 0 along a cosine, and gradients are clipped to 1. Each table says what differs. Trial runs of
+  `{BASE.loss}` alone chose these settings for a short training; nothing was tuned for a finding.
 - **A result** is the median over the seeds 0, 1, 2, with the lowest and the highest value in brackets.
 {VERDICTS}
 
-{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} findings {{same}} show the
+{TOTALS} Of {{findings}} findings {{same}} show the
 same direction and {{not_same}} do not; in {{no_difference}} there is no difference beyond the spread of seeds.
 """
 
@@ -57,19 +60,15 @@ LOSSES_INTRODUCTION = f"""
 Which loss is best? This page compares those of the library with four of pytorch-metric-learning: contrastive, triplet,
 multi-similarity, and Proxy-Anchor, which learns an embedding for each class. `python examples/study.py` writes it.
 
-- **A run** trains a small network from random weights on {BASE.images:,} images, in batches of {BASE.classes} classes
-  with {BASE.per_class} images each, as on [the first page](index.md): Glyphs, or the emoji of
-  [the memory's page](memory.md).
+- **A run** is as on [the first page](index.md), on Glyphs or the emoji of [the memory's page](memory.md).
 - **Each loss** has the learning rate, of the same four, with the highest mAP on classes that are neither in training
-  nor in the test set; where the best is at an end, further ones were tried. Its other parameters are those of its
-  paper, or the defaults of pytorch-metric-learning. The proxies learn at the rate of the network.
+  nor in the test set; where the best is at an end, further ones were tried. Other parameters are those of the paper, or
+  pytorch-metric-learning's defaults. The proxies learn at the rate of the network.
 - **A result** is the median over the seeds 0 to 4, with the lowest and the highest value in brackets; the tables that
-  choose a setting have one seed. The losses are compared by mAP, and where a paper optimizes recall by R@1.
-{VERDICTS}
-- **A star** marks findings that are quoted from memory, without the paper at hand.
+  choose a setting have one seed. Losses are compared by mAP, and by R@1 where a paper optimizes recall.
+- {VERDICTS_ELSEWHERE} A star marks findings that are quoted from memory, without the paper at hand.
 
-{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
-and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+{TOTALS} {HOLD}
 """
 
 MEMORY_INTRODUCTION = f"""
@@ -95,10 +94,9 @@ page.
   by classes that are neither in training nor in the test set. The other rows have that of the memory or of the batch
   from which they differ, and a batch of 128 has twice that of a batch of 32.
 - **CPU time** includes the training of the network at the start for the first run that needs it.
-{VERDICTS}
+- {VERDICTS_ELSEWHERE}
 
-{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
-and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+{TOTALS} {HOLD}
 """
 
 
@@ -110,12 +108,9 @@ This page shows how the settings of `examples/glyphs.yaml` were chosen, and ever
 neither in the training set nor in the test set, with half of the steps and one seed. A narrower network with a higher
 learning rate was chosen twice, because it sees more images in the same CPU time, and log rank in place of Smooth-AP.
 The last table compares the settings that the example has had on the test set. CPU time is that of training and
-evaluation, without the import of the libraries.
+evaluation, without the import of the libraries. {VERDICTS_ELSEWHERE}
 
-{VERDICTS}
-
-{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
-and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+{TOTALS} {HOLD}
 """
 PAIRS_INTRODUCTION = f"""
 # A study of AP losses and pair losses
@@ -150,13 +145,12 @@ that its frozen part is applied to each of them once.
   of images of photographs is that of the prototype, which also found that lower learning rates are better there. The
   learning rate chosen for log rank on photographs is twice that of the other three losses, and that alone may be why
   it is better among trained classes and worse on the others.
-- **As good** means that the whole interval is above -{NEGLIGIBLE}. For such a claim, read -{NEGLIGIBLE} for 0 in the
-  next three lines.
-{VERDICTS}
+- {VERDICTS_ELSEWHERE} **As good** means that the whole interval is above -{NEGLIGIBLE}: for such a claim, read
+  -{NEGLIGIBLE} for 0 there.
 
-{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
-and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+{TOTALS} {HOLD}
 """
+COLUMNS = ("mAP", "R@1")  # of a table of results
 FEW_CURVES = 4  # whose legend finds a place in the plot
 
 
@@ -166,7 +160,10 @@ class Page:
 
     introduction: str
     experiments: Mapping[str, Experiment]  # by the names of their plots
+    lists_claims: bool = True  # at the top, as well as in the sections; else their number
 
+
+NOT_COMPLETE = "not complete"
 
 Results = Mapping[str, Mapping[str, Any]]
 OverviewRow = tuple[str, str, str]  # experiment, the paper's finding, verdict
@@ -201,8 +198,9 @@ class Report:
             text, rows = self.section(name, experiment, file.parent)
             sections.append(text)
             overview += rows
-        table = ["| experiment | claim | here |", "| --- | --- | --- |"]
-        table += [f"| {' | '.join(row)} |" for row in overview]
+        table = table_of_numbers(overview)
+        if self.page.lists_claims:
+            table = table_of_claims(overview)
         parts = [self.introduction(overview), "\n".join(table), *sections]
         write_file(file, "\n\n".join(parts) + "\n")
 
@@ -235,7 +233,7 @@ class Report:
             claims = [f"- {finding.paper} ({finding.metric})." for finding in experiment.findings]
             if claims:
                 claims.insert(0, "\n\nIt compares:\n")
-            return f"{head}\n\n{note}" + "\n".join(claims), [(link, "", "not complete")]
+            return f"{head}\n\n{note}" + "\n".join(claims), [(link, "", NOT_COMPLETE)]
         lines = [head, ""]
         if experiment.plotted:
             write_file(folder / f"{name}.png", self.plot(experiment))
@@ -251,10 +249,14 @@ class Report:
         return "\n".join(lines), overview
 
     def table(self, experiment: Experiment) -> list[str]:
-        """Return the lines of the table of an experiment. The CPU time of older runs is not known."""
+        """Return the lines of the table of an experiment.
+
+        It has the CPU time, unless this is not known, as that of older runs, or if the table only chooses a number.
+        """
         runs = [self.results[key] for key in runs_of([experiment])]
-        has_cpu_time = all("cpu_seconds" in run for run in runs)
-        names = ["setting", "mAP", "R@1"]
+        chooses_number = experiment.axis is not None and len(experiment.seeds) == 1
+        has_cpu_time = not chooses_number and all("cpu_seconds" in run for run in runs)
+        names = ["setting", *COLUMNS]
         if has_cpu_time:
             names.append("CPU time")
         has_begin = any("memory_begin" in run for run in runs)
@@ -262,7 +264,7 @@ class Report:
             names.append("the memory begins at step (with drift)")
         lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
         for row, setting in experiment.rows.items():
-            cells = [row, self.cell(experiment, setting, "mAP"), self.cell(experiment, setting, "R@1")]
+            cells = [row, *(self.cell(experiment, setting, metric) for metric in COLUMNS)]
             if has_cpu_time:
                 seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in experiment.seeds]
                 cells.append(f"{statistics.median(seconds):.0f} s")
@@ -302,10 +304,17 @@ class Report:
         one, other = experiment.rows[finding.one], experiment.rows[finding.other]
         values = self.values(experiment, one, metric), self.values(experiment, other, metric)
         verdict = finding.verdict(*values)
-        cells = self.cell(experiment, one, metric), self.cell(experiment, other, metric)
-        here = f"{finding.one} {cells[0]}, {finding.other} {cells[1]}, difference {difference(*values)}"
-        line = f"- {finding.paper}. Here, {metric} of {here}: **{verdict}**."
-        return textwrap.fill(line, 120, subsequent_indent="  "), verdict
+        compared = f"{metric} of {finding.one} against {finding.other},"
+        if metric not in COLUMNS:
+            cells = self.cell(experiment, one, metric), self.cell(experiment, other, metric)
+            compared = f"{metric} of {finding.one} {cells[0]}, {finding.other} {cells[1]},"
+        elif names_its_rows(finding):
+            compared = metric
+        claim = finding.paper
+        if self.page.lists_claims:
+            claim = re.sub(r" \(.*\)$", "", claim)  # its source is in the table of the claims
+        line = f"- {claim}. Here, {compared} difference {difference(*values)}: **{verdict}**."
+        return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False), verdict
 
     def values(self, experiment: Experiment, setting: Setting, metric: str) -> list[float]:
         """Return the value of a metric for each seed."""
@@ -356,6 +365,42 @@ class Report:
             below.append(median - min(values))
             above.append(max(values) - median)
         return medians, below, above
+
+
+def table_of_claims(overview: Iterable[OverviewRow]) -> list[str]:
+    """Return the lines of a table with each claim and its verdict."""
+    table = ["| experiment | claim | here |", "| --- | --- | --- |"]
+    table += [f"| {' | '.join(row)} |" for row in overview]
+    return table
+
+
+def table_of_numbers(overview: Iterable[OverviewRow]) -> list[str]:
+    """Return the lines of a table with the number of claims of each experiment by their verdict."""
+    verdicts: dict[str, Counter[str]] = {}
+    for link, _, verdict in overview:
+        verdicts.setdefault(link, Counter())[verdict] += 1
+    columns = (SAME, NOT_SAME, NO_DIFFERENCE)
+    table = [f"| claims of | {' | '.join(columns)} |", "| --- | --- | --- | --- |"]
+    for link, counts in verdicts.items():
+        cells = [str(counts[column]) for column in columns]
+        if NOT_COMPLETE in counts:
+            cells[0] = NOT_COMPLETE
+        table.append(f"| {link} | {' | '.join(cells)} |")
+    return table
+
+
+def names_its_rows(finding: Finding) -> bool:
+    """Return whether the text of a claim names what differs between its rows, in the order of the comparison."""
+    one, other = finding.one.split(", "), finding.other.split(", ")
+    own, others = [part for part in one if part not in other], [part for part in other if part not in one]
+    if not own or not others or not all(mentions(finding.paper, part) for part in own + others):
+        return False
+    return mentions(finding.paper, own[0])[0] < mentions(finding.paper, others[0])[-1]
+
+
+def mentions(claim: str, part: str) -> list[int]:
+    """Return where a claim has a part of the name of a row, as whole words."""
+    return [found.start() for found in re.finditer(rf"(?<![\w.]){re.escape(part)}(?![\w.])", claim, re.IGNORECASE)]
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> str:

@@ -86,11 +86,11 @@ class SigmoidLoss(RetrievalLoss):
         self.t_prime = nn.Parameter(torch.tensor(math.log(t)))
         self.bias = nn.Parameter(torch.tensor(b))
 
-    def query_losses(self, lists: Any) -> torch.Tensor:
-        logits = self.t_prime.exp() * lists.scores + self.bias
-        z = torch.where(lists.relevant, 1, -1)
+    def query_losses(self, block: Any) -> torch.Tensor:
+        logits = self.t_prime.exp() * block.scores + self.bias
+        z = torch.where(block.relevant, 1, -1)
         losses = nn.functional.softplus(-z * logits)
-        return losses.masked_fill(~lists.candidate, 0).sum(1)
+        return losses.masked_fill(~block.candidate, 0).sum(1)
 
 
 def ap_and_info_nce(tau: float) -> WeightedSum:

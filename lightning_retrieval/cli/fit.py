@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
     FORMAT,
+    INSTALLED,
     accepted_arguments,
     add_named_packages,
     constructor_parameters,
@@ -394,7 +396,10 @@ class RetrievalCLI(LightningCLI):
                     rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1."""
+        """Run the subcommand; after Ctrl-C, exit with the usual code 130 instead of Lightning's code 1.
+
+        Invalid input is reported as one sentence, unless the user's own code has led to it.
+        """
         with self._locked_run_folder():
             try:
                 with owned_by(self._owner):
@@ -403,8 +408,10 @@ class RetrievalCLI(LightningCLI):
                 if self.trainer.interrupted:
                     sys.exit(EXIT_CODE)
                 raise
-            except NotWritten as error:
-                self.parser.error(str(error))
+            except Invalid as error:
+                if isinstance(error, NotWritten) or not _passes_through_own_code(error):
+                    self.parser.error(str(error))
+                raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
                 if error.errno in (*NO_SPACE, *NOT_PERMITTED):
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
@@ -480,6 +487,16 @@ def _parts_of_both(given: Any, used: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(given, list) and isinstance(used, list) and len(given) == len(used):
         return [("", *values) for values in zip(given, used)]
     return []
+
+
+def _passes_through_own_code(error: BaseException) -> bool:
+    """Whether a function of the user is in the traceback of an error, which then says where the mistake is."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        is_installed = not INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)
+        if package not in (*sys.stdlib_module_names, "lightning_retrieval") and not is_installed:
+            return True
+    return False
 
 
 def _sentence(error: BaseException) -> str | None:

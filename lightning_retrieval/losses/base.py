@@ -51,9 +51,11 @@ class RetrievalLoss(BatchLoss, ABC):
     """
 
     # `self_is_positive`: whether a query in its own list is its own positive. `graded`: whether relevance is a level
-    # instead of a bool.
+    # instead of a bool. `approximates_ap`: whether the value is 1 - an approximation of AP, of which `APMonitor` logs
+    # the error.
     self_is_positive = True
     graded = False
+    approximates_ap = False
 
     def __init__(
         self, *, reduction: Reduction = "mean", class_balanced: bool = False, include_self: bool = False
@@ -70,7 +72,7 @@ class RetrievalLoss(BatchLoss, ABC):
         return type(self).__name__
 
     @abstractmethod
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
         """The formula of the loss: one value for each list. Each list has at least one positive."""
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:

@@ -56,17 +56,17 @@ OUTSIDE = -2.0
 
 
 def soft_histograms(
-    lists: ScoreBlock, *, bins: int, low: float, high: float
+    block: ScoreBlock, *, bins: int, low: float, high: float
 ) -> tuple[Float[Tensor, "query bin"], Float[Tensor, "query bin"]]:
     """The weights of the candidates and of the positives in each bin. Bin centres go from `high` down to `low`.
 
     A score outside [low, high] has its whole weight in the nearest bin and gets no gradient.
     """
-    u = ((high - lists.scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
-    h: Tensor = _Histogram.apply(u, lists.candidate, bins)
+    u = ((high - block.scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
+    h: Tensor = _Histogram.apply(u, block.candidate, bins)
 
     # There are few positives, so scattering their weights is faster than a loop over the bins.
-    positives = lists.positives
+    positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     u_i = at(u, query, i)  # (pos,)
     left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
@@ -117,15 +117,15 @@ class _Histogram(torch.autograd.Function):
         return slope.mul_(mask), None, None
 
 
-def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
+def fast_ap(block: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
     """
     # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.
-    h, h_pos = soft_histograms(lists, bins=num_bins + 1, low=-1.0, high=1.0)
+    h, h_pos = soft_histograms(block, bins=num_bins + 1, low=-1.0, high=1.0)
     return 1 - binned_ap(h, h_pos)
 
 
@@ -157,6 +157,8 @@ class FastAPLoss(RetrievalLoss):
         not converge to AP as the number of bins grows.
     """
 
+    approximates_ap = True
+
     def __init__(
         self,
         num_bins: Annotated[int, integers(2, MOST_BINS)] = 10,
@@ -171,23 +173,23 @@ class FastAPLoss(RetrievalLoss):
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return elements_of_positions(positives, gallery)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return fast_ap(lists, num_bins=self.num_bins)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return fast_ap(block, num_bins=self.num_bins)
 
 
 def quantized_ap(
-    lists: ScoreBlock, *, num_bins: int, low: float, high: float, tie_aware: TieAware = False
+    block: ScoreBlock, *, num_bins: int, low: float, high: float, tie_aware: TieAware = False
 ) -> Float[Tensor, " query"]:
     """1 minus the AP_Q of each list (equation 11), or 1 minus a tie-aware form of AP_Q.
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         num_bins: M, the number of bin centres, >= 2.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: False (AP_Q), `"simplified"` or `"full"`.
     """
-    h, h_pos = soft_histograms(lists, bins=num_bins, low=low, high=high)
+    h, h_pos = soft_histograms(block, bins=num_bins, low=low, high=high)
     if tie_aware == "simplified":
         return 1 - simplified_tie_aware_ap(h, h_pos)
     if tie_aware == "full":
@@ -268,6 +270,8 @@ class QuantizedAPLoss(RetrievalLoss):
         ranking.
     """
 
+    approximates_ap = True
+
     def __init__(
         self,
         num_bins: Annotated[int, integers(2, MOST_BINS)] = 20,
@@ -292,5 +296,5 @@ class QuantizedAPLoss(RetrievalLoss):
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return elements_of_positions(positives, gallery)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return quantized_ap(lists, num_bins=self.num_bins, low=self.low, high=self.high, tie_aware=self.tie_aware)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return quantized_ap(block, num_bins=self.num_bins, low=self.low, high=self.high, tie_aware=self.tie_aware)

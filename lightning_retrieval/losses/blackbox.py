@@ -108,18 +108,18 @@ class SortedLists(NamedTuple):
     length: Int[Tensor, " query"]  # number of candidates
 
 
-def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
+def sort_lists(block: ScoreBlock, margin: float) -> SortedLists:
     """Prepare a block of lists for ranking, without a gradient. All lists are sorted if one query has many positives.
 
     Args:
-        lists: a block of ranked lists.
+        block: a block of ranked lists.
         margin: alpha of section 4.4 (eq. 14 and 15). alpha / 2 is subtracted from the scores of the positives and added
             to those of the negatives, which makes ranks robust.
     """
-    scores, positives = lists.scores.detach(), lists.positives
+    scores, positives = block.scores.detach(), block.positives
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
-    others = scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf) + margin / 2
-    length = lists.candidate.sum(1, dtype=torch.int32)  # (query,); int64 takes twice the time
+    others = scores.masked_fill(~block.candidate | block.relevant, -torch.inf) + margin / 2
+    length = block.candidate.sum(1, dtype=torch.int32)  # (query,); int64 takes twice the time
     if positives.most <= MOST_COMPARED:
         return SortedLists(others, None, positives, s, length)
     negatives, column = others.sort(dim=1)  # (query, gallery)
@@ -297,18 +297,18 @@ def _in_rows(
     return rows
 
 
-def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Tensor, " query"]:
+def blackbox_ap(block: ScoreBlock, *, lambda_: float, margin: float) -> Float[Tensor, " query"]:
     """1 - AP of each list (eq. 21 and 22).
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """
-    query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
-    sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.positives.of_each_query()
+    sum_of_precisions = torch.zeros_like(block.scores[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / block.positives.of_each_query()
 
 
 class BlackboxAPLoss(RetrievalLoss):
@@ -344,6 +344,8 @@ class BlackboxAPLoss(RetrievalLoss):
         ranks.
     """
 
+    approximates_ap = True
+
     def __init__(
         self,
         lambda_: Positive = 4.0,
@@ -357,34 +359,34 @@ class BlackboxAPLoss(RetrievalLoss):
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return blackbox_ap(lists, lambda_=self.lambda_, margin=self.margin)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return blackbox_ap(block, lambda_=self.lambda_, margin=self.margin)
 
 
 Weighting = Literal["log", "loglog"]
 
 
 def blackbox_recall_sums(
-    lists: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
+    block: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
     """For each query, the sum of l(number of negatives above) over its positives, and their number (eq. 16-20).
 
     Args:
-        lists: a block of ranked lists.
+        block: a block of ranked lists.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
         weighting: l: `"log"` or `"loglog"`.
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x).
     """
-    query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
     batches = batch_memory + 1.0
     value = torch.log1p(batches * negatives_above)
     if weighting == "loglog":
         value = torch.log1p(value)
     value = value / batches
-    total = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, value)  # (query,)
-    return total[:, None], lists.positives.of_each_query()[:, None].to(total.dtype)
+    total = torch.zeros_like(block.scores[:, 0]).index_add(0, query, value)  # (query,)
+    return total[:, None], block.positives.of_each_query()[:, None].to(total.dtype)
 
 
 class BlackboxRecallLoss(PairLoss):
@@ -445,7 +447,7 @@ class BlackboxRecallLoss(PairLoss):
         self.weighting = checked(self, weighting=weighting)
         self.batch_memory = checked(self, batch_memory=batch_memory)
 
-    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
+    def pair_sums(self, block: ScoreBlock) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
         return blackbox_recall_sums(
-            lists, lambda_=self.lambda_, margin=self.margin, weighting=self.weighting, batch_memory=self.batch_memory
+            block, lambda_=self.lambda_, margin=self.margin, weighting=self.weighting, batch_memory=self.batch_memory
         )

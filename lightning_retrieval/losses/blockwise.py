@@ -203,13 +203,13 @@ class WeightedMean(torch.autograd.Function):
         for group in plan.groups():
             all_scores = plan.lists.scores(group.rows)
             for block, scores in group.split(all_scores):
-                lists = block.with_scores(plan.lists, scores.requires_grad_(gradients.needed))
+                score_block = block.with_scores(plan.lists, scores.requires_grad_(gradients.needed))
                 with torch.set_grad_enabled(gradients.needed):
-                    values = plan.weights[block.rows] * plan.formula(lists)
+                    values = plan.weights[block.rows] * plan.formula(score_block)
                 total += values.detach().sum()
                 if gradients.needed:
                     gradients.replace_scores(scores, values)
-                del lists, values  # freed before the next block is computed
+                del score_block, values  # freed before the next block is computed
             gradients.add_group(group.rows, all_scores)
             del all_scores, scores
         ctx.save_for_backward(*gradients.all)
@@ -249,11 +249,11 @@ class QueryValues(torch.autograd.Function):
             for group in plan.groups():
                 all_scores = plan.lists.scores(group.rows)
                 for block, scores in group.split(all_scores):
-                    lists = block.with_scores(plan.lists, scores.requires_grad_())
+                    score_block = block.with_scores(plan.lists, scores.requires_grad_())
                     with torch.enable_grad():
-                        values = plan.weights[block.rows] * plan.formula(lists)
+                        values = plan.weights[block.rows] * plan.formula(score_block)
                     gradients.replace_scores(scores, values, upstream[block.rows])
-                    del lists, values  # freed before the next block is computed
+                    del score_block, values  # freed before the next block is computed
                 gradients.add_group(group.rows, all_scores)
                 del all_scores, scores
         return None, *gradients.all

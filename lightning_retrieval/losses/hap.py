@@ -31,27 +31,27 @@ from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.roadmap import UpperStepLoss
-from lightning_retrieval.losses.smooth_ap import Step, count_above
+from lightning_retrieval.losses.soft_ranks import Step, count_above
 
 
 def hap(
-    lists: ScoreBlock, *, alpha: float, h_minus: Step, hrank_slopes: tuple[float, ...] | None = None
+    block: ScoreBlock, *, alpha: float, h_minus: Step, hrank_slopes: tuple[float, ...] | None = None
 ) -> Float[Tensor, " query"]:
     """1 minus the HAP of each list. H^- counts the items of lower levels in the ranks.
 
     Args:
-        lists: ranked lists with at least one positive each; `relevant` is the number of label levels that an item
+        block: ranked lists with at least one positive each; `relevant` is the number of label levels that an item
             shares with the query.
         alpha: exponent of the relevance, > 0.
         h_minus: sums H^- over the gallery.
         hrank_slopes: (beta, gamma, leak) of `soft_step`; if None, H-rank has no gradient.
     """
-    positives = lists.positives
+    positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i, level_i = at(lists.scores, query, i), lists.relevant[query, i]  # (pos,), (pos,)
-    lower, levels_below = lower_items(lists), number_of_levels_below(lists, level_i)
+    s_i, level_i = at(block.scores, query, i), block.relevant[query, i]  # (pos,), (pos,)
+    lower, levels_below = lower_items(block), number_of_levels_below(block, level_i)
     # `lower` has a list for each query and level. This index is the list of i's query and of the levels below i's.
-    lower_above = count_above(lower, query * len(lists.levels) + levels_below, s_i, h_minus)  # (pos,)
+    lower_above = count_above(lower, query * len(block.levels) + levels_below, s_i, h_minus)  # (pos,)
 
     # All other counts involve relevant items only. Each pair is a relevant i and a relevant j of the same query, as
     # indices into (pos,); j can be i itself.
@@ -62,7 +62,7 @@ def hap(
     others_above = torch.zeros_like(s_i).index_add(0, pair_i, (step & (levels_above >= 0)).to(s_i.dtype))  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
-    rel, rel_sum = relevance_of_levels(lists, query, levels_below, alpha)  # (query, level), (query,)
+    rel, rel_sum = relevance_of_levels(block, query, levels_below, alpha)  # (query, level), (query,)
     rel_i = at(rel, query, levels_below)  # (pos,)
     counted = step.to(s_i.dtype)  # (pair,)
     if hrank_slopes is not None:
@@ -70,23 +70,23 @@ def hap(
     shared = torch.minimum(rel_i[pair_i], rel_i[pair_j])  # (pair,)
     h_rank = torch.zeros_like(s_i).index_add(0, pair_i, shared * counted)  # (pos,)
 
-    sum_of_ratios = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
+    sum_of_ratios = torch.zeros_like(block.scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
     return 1 - sum_of_ratios / rel_sum
 
 
-def lower_items(lists: ScoreBlock) -> Float[Tensor, "list gallery"]:
+def lower_items(block: ScoreBlock) -> Float[Tensor, "list gallery"]:
     """One list for each query and level, in which only the items of lower levels are not -inf."""
     lower = []
-    for level in lists.levels:
-        is_lower = lists.candidate & (lists.relevant < level)
-        lower.append(lists.scores.where(is_lower, -torch.inf))
+    for level in block.levels:
+        is_lower = block.candidate & (block.relevant < level)
+        lower.append(block.scores.where(is_lower, -torch.inf))
     return torch.stack(lower, 1).flatten(0, 1)
 
 
-def number_of_levels_below(lists: ScoreBlock, level_i: Shaped[Tensor, " pos"]) -> Int[Tensor, " pos"]:
+def number_of_levels_below(block: ScoreBlock, level_i: Shaped[Tensor, " pos"]) -> Int[Tensor, " pos"]:
     """For each positive, the number of possible levels above 0 and below its own: the index of its level."""
     below = torch.zeros_like(level_i, dtype=torch.int64)
-    for level in lists.levels:
+    for level in block.levels:
         below += level_i > level
     return below
 
@@ -98,7 +98,7 @@ def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tenso
 
 
 def relevance_of_levels(
-    lists: ScoreBlock, query: Int[Tensor, " pos"], level_index: Int[Tensor, " pos"], alpha: float
+    block: ScoreBlock, query: Int[Tensor, " pos"], level_index: Int[Tensor, " pos"], alpha: float
 ) -> tuple[Float[Tensor, "query level"], Float[Tensor, " query"]]:
     """The relevance of an item of each level l, (l / H)^alpha / (number of items of exactly level l), and its sum.
 
@@ -106,15 +106,15 @@ def relevance_of_levels(
     HAP; with H, a large alpha cannot make all relevances of a query 0.
 
     Args:
-        lists: a block of ranked lists.
+        block: a block of ranked lists.
         query: the query of each positive.
         level_index: the index of each positive's level among `lists.levels`.
         alpha: exponent of the relevance, > 0.
     """
-    levels = constants([float(level) for level in lists.levels], lists.scores)  # (level,)
+    levels = constants([float(level) for level in block.levels], block.scores)  # (level,)
     flat = query * len(levels) + level_index  # (pos,): index into the flattened (query, level) matrix
-    count = levels.new_zeros(len(lists.scores) * len(levels)).index_add(0, flat, levels.new_ones(()).expand(len(flat)))
-    count = count.view(len(lists.scores), len(levels))  # (query, level)
+    count = levels.new_zeros(len(block.scores) * len(levels)).index_add(0, flat, levels.new_ones(()).expand(len(flat)))
+    count = count.view(len(block.scores), len(levels))  # (query, level)
     occurs = count > 0  # (query, level)
     highest = (levels * occurs).amax(1, keepdim=True).clamp(min=1)  # (query, 1)
     of_all_items = (levels / highest).clamp(max=1) ** alpha * occurs  # (query, level): summed over the items of a level
@@ -186,8 +186,8 @@ class HAPLoss(UpperStepLoss):
         with owned_by(self.name):
             self.hrank_slopes = _check_slopes(hrank_slopes)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return hap(lists, alpha=self.alpha, h_minus=self.h_minus, hrank_slopes=self.hrank_slopes)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return hap(block, alpha=self.alpha, h_minus=self.h_minus, hrank_slopes=self.hrank_slopes)
 
 
 def _check_slopes(slopes: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -38,27 +38,27 @@ from torch import Tensor
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.smooth_ap import count_above
+from lightning_retrieval.losses.soft_ranks import count_above
 
 HALVINGS = 5  # number of times that factors are multiplied in pairs; a product then has 32 factors
 
 
-def log_rank(lists: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, " query"]:
+def log_rank(block: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, " query"]:
     """The mean over the positives of each list of log(1 + rn_i) + lambda (1 - s_i).
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         tau: temperature of the softplus, > 0.
         lambda_: weight of 1 - s_i, >= 0.
     """
-    positives = lists.positives
+    positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i = at(lists.scores, query, i)  # (pos,)
-    s_negative = (lists.scores / tau).masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
+    s_i = at(block.scores, query, i)  # (pos,)
+    s_negative = (block.scores / tau).masked_fill(~block.candidate | block.relevant, -torch.inf)  # (query, gallery)
     rn_i = count_above(s_negative, query, s_i / tau, softplus_step) / math.log(2)  # (pos,)
     l_i = rn_i.log1p() + lambda_ * (1 - s_i)  # (pos,)
     sum_of_l = torch.zeros_like(s_negative[:, 0]).index_add(0, query, l_i)  # (query,)
-    return sum_of_l / lists.positives.of_each_query()
+    return sum_of_l / block.positives.of_each_query()
 
 
 def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
@@ -132,8 +132,8 @@ class LogRankLoss(RetrievalLoss):
         self.tau = checked(self, tau=tau)
         self.lambda_ = checked(self, lambda_=lambda_)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return log_rank(lists, tau=self.tau, lambda_=self.lambda_)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return log_rank(block, tau=self.tau, lambda_=self.lambda_)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery

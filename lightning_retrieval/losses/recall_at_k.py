@@ -22,23 +22,23 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at, constants
-from lightning_retrieval.losses.smooth_ap import soft_ranks
+from lightning_retrieval.losses.soft_ranks import soft_ranks
 
 
 def recall_at_k(
-    lists: ScoreBlock, *, ks: Sequence[int], tau_rank: float, tau_k: float | Sequence[float]
+    block: ScoreBlock, *, ks: Sequence[int], tau_rank: float, tau_k: float | Sequence[float]
 ) -> Float[Tensor, " query"]:
     """1 - the mean over k of the soft recall@k of each list.
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         ks: the values of k, each >= 1; values above the number of columns are reduced to this number.
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
     """
-    positives = lists.positives
+    positives = block.positives
     query, x = positives.query, positives.index  # (pos,), (pos,)
-    s = (lists.scores / tau_rank).masked_fill(~lists.candidate, -torch.inf)  # (query, gallery)
+    s = (block.scores / tau_rank).masked_fill(~block.candidate, -torch.inf)  # (query, gallery)
     r_x = soft_ranks(s, query, at(s, query, x))  # (pos,)
 
     k = constants(ks, s).clamp(max=s.shape[1])  # (k,)
@@ -98,8 +98,8 @@ class RecallAtKLoss(RetrievalLoss):
         with owned_by(self.name):
             self.tau_k = _check_tau_k(tau_k, len(self.ks))
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return recall_at_k(lists, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return recall_at_k(block, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery

@@ -47,21 +47,21 @@ from lightning_retrieval.losses.blockwise import Block
 from lightning_retrieval.losses.combined import WeightedSum
 from lightning_retrieval.losses.lists import RankedLists
 from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.smooth_ap import Step, count_above
+from lightning_retrieval.losses.soft_ranks import Step, count_above
 
 
-def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
+def sup_ap(block: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
     """1 minus a lower bound of the AP of each list. Negatives are counted by H^-.
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         h_minus: sums H^- over the gallery.
     """
-    positives = lists.positives
+    positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i = at(lists.scores, query, i)  # (pos,)
+    s_i = at(block.scores, query, i)  # (pos,)
 
-    s_negative = lists.scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
+    s_negative = block.scores.masked_fill(~block.candidate | block.relevant, -torch.inf)  # (query, gallery)
     negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
 
     s_positive = positives.in_columns(s_i.detach())  # (query, most)
@@ -69,8 +69,8 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
     rank_among_positives = positives.most - below[query, positives.column()]  # (pos,): items at least as high as i
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
-    sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.positives.of_each_query()
+    sum_of_precisions = torch.zeros_like(block.scores[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / block.positives.of_each_query()
 
 
 def count_upper(
@@ -162,6 +162,8 @@ class SupAPLoss(UpperStepLoss):
         `ROADMAPLoss` adds `CalibrationLoss`, which makes the scores of different batches comparable.
     """
 
+    approximates_ap = True
+
     def __init__(
         self,
         tau: Positive = 0.01,
@@ -177,8 +179,8 @@ class SupAPLoss(UpperStepLoss):
         of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
         super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return sup_ap(lists, self.h_minus)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return sup_ap(block, self.h_minus)
 
 
 class PairLoss(RetrievalLoss):
@@ -206,23 +208,23 @@ class PairLoss(RetrievalLoss):
             raise InvalidValue(rule, self.name, "pair_mean", got=got, cure="set pair_mean='query'")
 
     @abstractmethod
-    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
+    def pair_sums(self, block: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
         """For each query and term, the sum of the term over the query's pairs, and the number of these pairs.
 
         The loss is the sum of the means of all terms.
         """
 
     def query_losses(
-        self, lists: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None
+        self, block: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None
     ) -> Float[Tensor, " query"]:
         """The value of each query: its own means, or its contribution to the means over the pairs of all queries.
 
         Args:
-            lists: a block of ranked lists.
+            block: a block of ranked lists.
             pairs_per_query: divisor of each sum: the number of pairs of all queries, divided by the number of queries.
                 If None, each sum is divided by the query's number of pairs.
         """
-        sums, counts = self.pair_sums(lists)
+        sums, counts = self.pair_sums(block)
         if pairs_per_query is None:
             return (sums / counts.clamp(min=1)).sum(1)
         return (sums / pairs_per_query).sum(1)
@@ -257,24 +259,24 @@ class PairLoss(RetrievalLoss):
 
 
 def calibration_sums(
-    lists: ScoreBlock, *, alpha: float, beta: float, only_nonzero: bool = False
+    block: ScoreBlock, *, alpha: float, beta: float, only_nonzero: bool = False
 ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
     """For each query, the sums of the hinges of its positives and of its negatives, and the numbers of these pairs.
 
     Args:
-        lists: a block of ranked lists.
+        block: a block of ranked lists.
         alpha: similarity that positives should reach.
         beta: similarity that negatives should stay below.
         only_nonzero: count only the pairs that violate their bound.
     """
-    negative = lists.candidate & ~lists.relevant
-    positive_hinge = (alpha - lists.scores).clamp(min=0) * lists.relevant  # (query, gallery)
-    negative_hinge = (lists.scores - beta).clamp(min=0) * negative  # (query, gallery)
+    negative = block.candidate & ~block.relevant
+    positive_hinge = (alpha - block.scores).clamp(min=0) * block.relevant  # (query, gallery)
+    negative_hinge = (block.scores - beta).clamp(min=0) * negative  # (query, gallery)
     sums = torch.stack([positive_hinge.sum(1), negative_hinge.sum(1)], 1)  # (query, 2)
     if only_nonzero:
         counts = torch.stack([(positive_hinge > 0).sum(1), (negative_hinge > 0).sum(1)], 1)
     else:
-        counts = torch.stack([lists.relevant.sum(1), negative.sum(1)], 1)
+        counts = torch.stack([block.relevant.sum(1), negative.sum(1)], 1)
     return sums, counts.to(sums.dtype)
 
 
@@ -321,9 +323,9 @@ class CalibrationLoss(PairLoss):
         self.alpha = checked(self, alpha=alpha)
         self.beta = checked(self, beta=beta)
 
-    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
+    def pair_sums(self, block: ScoreBlock) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
         only_nonzero = self.pair_mean == "nonzero"
-        return calibration_sums(lists, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero)
+        return calibration_sums(block, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero)
 
 
 _DEFAULTS = {"reduction": "mean", "class_balanced": False, "include_self": False}

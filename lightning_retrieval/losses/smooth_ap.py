@@ -12,96 +12,32 @@ not in its own list (the official code counts it as a positive, and so does `inc
 sizes, and rows may come in any order.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import Positive, checked
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
-
-# A `Step` maps t = s_j - s_i to the sum over j of a step function, and to the slope of this function at each t. It may
-# overwrite `t`.
-Step = Callable[[Tensor], tuple[Tensor, Tensor]]
+from lightning_retrieval.losses.soft_ranks import soft_ranks
 
 
-def count_above(
-    scores: Float[Tensor, "query gallery"], query: Int[Tensor, " pos"], s_i: Float[Tensor, " pos"], step: Step
-) -> Float[Tensor, " pos"]:
-    """For each positive i, the sum over all items j of its query of step(s_j - s_i).
-
-    The losses with soft ranks spend most of their time here, on tensors of shape (positives, gallery). So the slope of
-    the step function, which often follows from its value, is computed in the forward pass; the backward pass only
-    multiplies.
-
-    Args:
-        scores: -inf for items that are not counted.
-        query: the query (row of `scores`) of each positive.
-        s_i: the score of each positive.
-        step: computes the sum over j and the slopes, which must be 0 at -inf.
-    """
-    count: Tensor = _CountAbove.apply(scores, query, s_i, step)
-    return count
-
-
-def sigmoid_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
-    """sigma(t), summed over j, and its slope sigma(t) (1 - sigma(t))."""
-    above = t.sigmoid_()
-    return above.sum(1), torch.addcmul(above, above, above, value=-1)
-
-
-class _CountAbove(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, query: Tensor, s_i: Tensor, step: Step) -> Tensor:
-        t = scores.index_select(0, query).sub_(s_i[:, None])  # (pos, gallery)
-        count, slope = step(t)
-        ctx.save_for_backward(query, slope)
-        ctx.queries = len(scores)
-        return count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, slope = ctx.saved_tensors
-        gradient = slope * grad[:, None]  # (pos, gallery)
-        of_scores = gradient.new_zeros(ctx.queries, gradient.shape[1]).index_add_(0, query, gradient)
-        return of_scores, None, -gradient.sum(1), None
-
-
-def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
+def smooth_ap(block: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     """1 - the smoothed AP of each list (equations 5-7).
 
     Args:
-        lists: ranked lists with at least one positive each.
+        block: ranked lists with at least one positive each.
         tau: temperature of the sigmoid, > 0.
     """
-    positives = lists.positives
+    positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s = (lists.scores / tau).masked_fill(~lists.candidate, -torch.inf)  # (query, gallery)
+    s = (block.scores / tau).masked_fill(~block.candidate, -torch.inf)  # (query, gallery)
     s_i = at(s, query, i)  # (pos,)
     rank = soft_ranks(s, query, s_i)  # (pos,)
     rank_among_positives = soft_ranks(positives.in_columns(s_i), query, s_i)  # (pos,)
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / lists.positives.of_each_query()
-
-
-def soft_ranks(
-    s: Float[Tensor, "query gallery"], query: Int[Tensor, " pos"], s_i: Float[Tensor, " pos"]
-) -> Float[Tensor, " pos"]:
-    """The rank of each positive, counted by sigmoids: 1 + sum over j != i of sigma(s_j - s_i).
-
-    Args:
-        s: scores divided by the temperature, -inf for non-candidates.
-        query: the query (row of `s`) of each positive.
-        s_i: the score of each positive.
-    """
-    # The sum includes j = i, which adds sigma(0) = 1/2. So 1/2 is missing from 1 + sum over j != i.
-    return 0.5 + count_above(s, query, s_i, sigmoid_step)
+    return 1 - sum_of_precisions / block.positives.of_each_query()
 
 
 class SmoothAPLoss(RetrievalLoss):
@@ -135,6 +71,8 @@ class SmoothAPLoss(RetrievalLoss):
         The loss converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
     """
 
+    approximates_ap = True
+
     def __init__(
         self,
         tau: Positive = 0.01,
@@ -146,8 +84,8 @@ class SmoothAPLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.tau = checked(self, tau=tau)
 
-    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return smooth_ap(lists, tau=self.tau)
+    def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
+        return smooth_ap(block, tau=self.tau)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery

@@ -23,6 +23,7 @@ from lightning_retrieval.plain_data.rebuild import check_arguments as check_argu
 from lightning_retrieval.plain_data.rebuild import checked_settings as checked_settings
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
+from lightning_retrieval.plain_data.rules import INSTALLED as INSTALLED
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
 from lightning_retrieval.plain_data.rules import add_named_packages as add_named_packages
 from lightning_retrieval.plain_data.rules import check_integers_of_file as check_integers_of_file

@@ -60,7 +60,7 @@ _LIBRARIES = (
     "litmodels",
     "pytorch_lightning",
 )
-_INSTALLED = ("dist-packages", "site-packages")  # names of the folders to which package managers install
+INSTALLED = frozenset(("dist-packages", "site-packages"))  # names of the folders to which package managers install
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
@@ -274,7 +274,7 @@ def _is_installed(module: str) -> bool:
     for name in {module, module.partition(".")[0]} & sys.modules.keys():
         found = sys.modules[name]
         places += [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
-    return any(not set(_INSTALLED).isdisjoint(Path(place).parts) for place in places if place)
+    return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places if place)
 
 
 def add_named_packages(value: Any) -> None:

@@ -35,15 +35,15 @@ from tests.lightning_retrieval.relevance_rules import Coarse
 class OwnLoss(RetrievalLoss):
     """A user's own loss: the mean score of the positives."""
 
-    def query_losses(self, lists):
-        return (lists.scores * lists.relevant).sum(1) / lists.relevant.sum(1)
+    def query_losses(self, block):
+        return (block.scores * block.relevant).sum(1) / block.relevant.sum(1)
 
 
 class OwnPairLoss(PairLoss):
     """A user's own mean over pairs."""
 
-    def pair_sums(self, lists):
-        scores, relevant = lists.scores, lists.relevant
+    def pair_sums(self, block):
+        scores, relevant = block.scores, block.relevant
         return (scores * relevant).sum(1, keepdim=True), relevant.sum(1, keepdim=True).to(scores.dtype)
 
 

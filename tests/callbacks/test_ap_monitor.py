@@ -23,6 +23,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     QuantizedAPLoss,
+    RetrievalLoss,
     ROADMAPLoss,
     SupAPLoss,
     WeightedSum,
@@ -115,6 +116,16 @@ def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
             assert rows[step]["train/AP_e"] == pytest.approx(abs(1 - rows[step]["train/loss"] - ap), abs=1e-6)
 
 
+class OwnSurrogate(RetrievalLoss):
+    """A user's own approximation: the share of positives among the items that score above 0."""
+
+    approximates_ap = True
+
+    def query_losses(self, block):
+        above = (block.scores * 10).sigmoid() * block.candidate
+        return 1 - (above * block.relevant).sum(1) / above.sum(1)
+
+
 @pytest.mark.parametrize(
     ("loss", "term"),
     [
@@ -123,8 +134,9 @@ def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
         (FastAPLoss(), ""),
         (SupAPLoss(), ""),
         (BlackboxAPLoss(), ""),
+        (OwnSurrogate(), ""),
     ],
-    ids=["ROADMAP", "WeightedSum", "FastAP", "SupAP", "Blackbox"],
+    ids=["ROADMAP", "WeightedSum", "FastAP", "SupAP", "Blackbox", "a user's own"],
 )
 def test_the_term_that_approximates_ap_is_used(tmp_path, loss, term):
     fit(tmp_path, loss, APMonitor(), epochs=1)
@@ -223,7 +235,7 @@ def test_monitor_does_not_change_the_run(tmp_path):
 
 def test_the_loss_is_as_before_if_a_step_fails(tmp_path):
     class Failing(SmoothAPLoss):
-        def query_losses(self, *lists):
+        def query_losses(self, block):
             raise RuntimeError("no")
 
     loss = Failing()

@@ -332,6 +332,25 @@ def test_every_page_is_in_the_navigation():
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in pages)
 
 
+def pages_of_links(page):
+    """The pages to which the text of a page or a notebook links."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    paths = [target.split("#")[0] for target in links(text) if not re.match(r"[a-z]+:", target)]
+    found = {(page.parent / path).resolve() for path in paths if path.endswith((".md", ".ipynb"))}
+    return {path for path in found if path.is_relative_to(DOCS) and path.exists()}
+
+
+def test_every_page_is_at_most_two_links_from_the_home_page():
+    """The groups of the sidebar do not count, because they are closed when a reader arrives."""
+    first = pages_of_links(DOCS / "index.md")
+    second = set().union(*(pages_of_links(page) for page in first))
+    pages = {*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")}
+    assert pages - first - second <= {DOCS / "index.md"}
+
+
 def test_the_sidebar_has_few_entries():
     """Material shows the first level alone until a section is opened, unless sections are always open."""
     config = yaml.load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,24 @@ def test_losses_are_compared_with_the_settings_that_were_best(study, trained, tm
     assert "## Losses: random weights on Glyphs\n\nEach loss with its best setting" in page
     assert "Not complete: 55 of 55 runs" in page
     assert "It compares:\n\n- log rank, lambda 0, is above Smooth-AP (mAP).\n" in page
+    assert "| [Losses: random weights on Glyphs](#losses-random-weights-on-glyphs) | not complete | 0 | 0 |" in page
+
+
+@pytest.mark.parametrize("name", ["memory", "pairs"])
+def test_the_numbers_of_claims_are_those_of_the_sections(name):
+    text = (EXAMPLES.parent / "docs" / "study" / f"{name}.md").read_text(encoding="utf-8")
+    overview, *sections = text.split("\n## ")
+    found = {}
+    for section in sections:
+        title, _, body = section.partition("\n")
+        body = " ".join(body.split())
+        verdicts = ("same direction", "not the same direction", "no difference beyond the spread of seeds")
+        found[title] = [body.count(f": **{verdict}**.") for verdict in verdicts]
+    written = {}
+    for title, *numbers in re.findall(r"^\| \[(.*)\]\(.*\) \| (\d+) \| (\d+) \| (\d+) \|$", overview, re.MULTILINE):
+        written[title] = [int(number) for number in numbers]
+    assert len(written) > 5
+    assert written == {title: numbers for title, numbers in found.items() if any(numbers)}
 
 
 def test_all_losses_are_tuned_alike(study):

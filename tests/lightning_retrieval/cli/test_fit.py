@@ -279,6 +279,19 @@ def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path):
         main(["fit", "--config", str(config)])
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--trainer.accumulate_grad_batches=2", "RetrievalModule: Trainer(accumulate_grad_batches=2) would split the"),
+        ("--trainer.callbacks+=lightning_retrieval.callbacks.LearnWhitening", "LearnWhitening: "),
+    ],
+)
+def test_what_the_run_refuses_is_one_sentence(tmp_path, capsys, option, sentence):
+    printed = printed_error(capsys, write_example(tmp_path), *SMALL, *SHORT, option)
+    assert printed.splitlines()[-1].startswith(f"error: {sentence}")
+
+
 TINY = {"depth": 1, "embed_dim": 24, "num_heads": 2}
 FAMILIES = {
     "torchvision": {"backbone": "squeezenet1_1", "image_size": 64},

@@ -32,9 +32,9 @@ class Toy(RetrievalLoss):
         self.b = nn.Parameter(torch.tensor([0.7]))
         self.unused = nn.Parameter(torch.tensor(1.0))
 
-    def query_losses(self, lists):
-        near = ((lists.scores - self.a) ** 2 * lists.relevant).sum(1) / lists.relevant.sum(1)
-        return near + ((self.b * lists.scores).exp() * lists.candidate).sum(1) / lists.candidate.sum(1)
+    def query_losses(self, block):
+        near = ((block.scores - self.a) ** 2 * block.relevant).sum(1) / block.relevant.sum(1)
+        return near + ((self.b * block.scores).exp() * block.candidate).sum(1) / block.candidate.sum(1)
 
 
 def dense(loss, embeddings, labels, ref_emb=None, ref_labels=None, ids=None, ref_ids=None):

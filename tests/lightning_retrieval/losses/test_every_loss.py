@@ -61,7 +61,9 @@ def test_the_table_has_every_loss():
         "WeightedSum",
         "blackbox_rank",
     }
-    assert made | other == set(losses.__all__)
+    missing = set(losses.__all__) - made - other
+    assert not missing, f"add to TABLE of oracles.py: {missing}"
+    assert made | other <= set(losses.__all__)
 
 
 @ALL

@@ -36,8 +36,8 @@ class Learned(SupAPLoss):
         super().__init__(tau=0.2, **keywords)
         self.stretch = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
 
-    def query_losses(self, lists):
-        return super().query_losses(replace(lists, scores=lists.scores * self.stretch))
+    def query_losses(self, block):
+        return super().query_losses(replace(block, scores=block.scores * self.stretch))
 
 
 class LearnedMargins(CalibrationLoss):
@@ -47,8 +47,8 @@ class LearnedMargins(CalibrationLoss):
         super().__init__(pair_mean="nonzero", **keywords)
         self.stretch = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
 
-    def pair_sums(self, lists):
-        return super().pair_sums(replace(lists, scores=lists.scores * self.stretch))
+    def pair_sums(self, block):
+        return super().pair_sums(replace(block, scores=block.scores * self.stretch))
 
 
 def weighted(**keywords):
