@@ -16,7 +16,7 @@ from torch.nn.functional import normalize, softplus
 from lightning_retrieval.losses import LogRankLoss
 from lightning_retrieval.losses.log_rank import softplus_step
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, at
-from lightning_retrieval.losses.smooth_ap import count_above
+from lightning_retrieval.losses.soft_ranks import count_above
 
 PROXIES = {  # the name of the parameter with the proxies, and the dimension along which they are numbered
     "ArcFaceLoss": ("W", 1),
@@ -37,11 +37,11 @@ class WeightedLogRankLoss(LogRankLoss):
         super().__init__(tau, lambda_=lambda_)
         self.p = p
 
-    def query_losses(self, lists: ScoreBlock) -> Tensor:
-        positives = lists.positives
+    def query_losses(self, block: ScoreBlock) -> Tensor:
+        positives = block.positives
         query = positives.query
-        s_i = at(lists.scores, query, positives.index)
-        s_negative = (lists.scores / self.tau).masked_fill(~lists.candidate | lists.relevant, -torch.inf)
+        s_i = at(block.scores, query, positives.index)
+        s_negative = (block.scores / self.tau).masked_fill(~block.candidate | block.relevant, -torch.inf)
         rn_i = count_above(s_negative, query, s_i / self.tau, softplus_step) / math.log(2)
         l_i = rn_i.log1p() + self.lambda_ * (1 - s_i)
         weights = place_of_each(positives, s_i.detach()) ** -self.p

@@ -146,7 +146,7 @@ def test_the_page_lists_what_is_tried(choice):
     """Each number of the page's tables is tried, and no others before those beyond the ends."""
     page = (REPOSITORY / "docs/study/candidates.md").read_text()
     tried = {}
-    for name, entrant in choice.PEERS.items():
+    for name, entrant in entrants(choice).PEERS.items():
         for own in entrant.own:
             if own.name not in ("proxy_rate", "sampler", "mining"):
                 tried.setdefault(name, set()).update(np.ravel(own.values).tolist())
