@@ -12,7 +12,7 @@ import numpy as np
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
@@ -26,6 +26,7 @@ from lightning_retrieval.preparation.decoding import (
 
 OWNER = "ImageFolder"
 SPLITS = ("train", "test")
+LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of an ImageFolder of Hugging Face
 CLASSES = ("deepest", "top")
 MOST_DEPTH = 100  # of the folder of a class
 CURE = (
@@ -76,6 +77,7 @@ class ClassFolders:
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
         """
+        check_no_splits(top, [folder.name for folder in list_folder(top).folders])
         if self.classes is None:
             class_folders = self._list_class_folders(top)
             classes = self._read_class_folders(top, class_folders)
@@ -250,6 +252,9 @@ class ClassFolders:
                 if list_folder(folder).files:
                     return "the images are one folder higher: set categories=False"
         images = sum(map(self._is_image, entries.files))
+        for file in entries.files:
+            if images and file.name in LISTS:
+                return f"{file.name} has the labels of its {images} images: use HuggingFaceImages, which reads it"
         if images and depth_of(self.classes) == 1:
             return f"its {images} images are in no class folder: move those of each class into one, or use ImageTable"
         for place, unread in self.unread.items():
@@ -336,7 +341,9 @@ class ImageFolder(ImageDataModule):
 
     Raises:
         FileNotFoundError: if `root` does not exist.
-        ValueError: if there are no class folders with images, or `test_fraction` leaves no class in one of the sets.
+        ValueError: if there are no class folders with images, the folders are those of other splits or of roles, such
+            as `train` and `val` without `test`, or `query` and `gallery`, or `test_fraction` leaves no class in one of
+            the sets.
         TypeError: if `categories` is not a bool, or `classes` has another type.
 
     Example:
@@ -416,7 +423,15 @@ class ImageFolder(ImageDataModule):
             names.append("val")
         entries = list_folder(self.root)
         folders.add_beside(entries, names)
-        return {name: folders.find(self.root / name) for name in names}
+        splits = {name: folders.find(self.root / name) for name in names}
+        for name in names[1:]:
+            shared = sorted(splits["train"].keys() & splits[name].keys())
+            if shared:
+                rule = "classes must be in training or in evaluation, not in both"
+                got = f"{len(shared)} in train and {name}, such as {shared[0]!r}"
+                cure = f"pass root={self.root / 'train'}, whose classes are split by `test_fraction`"
+                raise InvalidValue(rule, OWNER, got=got, cure=cure)
+        return splits
 
     def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:
         """Split the classes between training and test."""

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings
+from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings, short_repr
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines
 from lightning_retrieval.files import leaves_root, new_file
@@ -28,6 +28,12 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
+# Names of folders of splits and roles, in the structures of other programs.
+VALIDATION, QUERIES, GALLERIES = (
+    ("val", "valid", "validation"),
+    ("query", "queries"),
+    ("gallery", "bounding_box_test", "database"),
+)
 DISTRACTOR = -1  # the label of distractors
 CACHE_VERSION = 6  # version of the file format of the cache
 
@@ -168,6 +174,10 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
     Raises:
         ValueError: if no class or every class would be drawn.
     """
+    if len(classes) < 2:
+        rule, cure = "must have at least two classes to split", "give each class a label, or a folder, of its own"
+        got = ", ".join(map(short_repr, classes)) or "none"
+        raise InvalidValue(rule, argument=setting, got=got, cure=cure)
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"
@@ -176,6 +186,29 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]
     return {ordered[index] for index in drawn}
+
+
+def check_no_splits(root: Path, folders: Collection[str], argument: str = "root") -> None:
+    """Raise if folders that would be read as classes are those of splits or roles.
+
+    Args:
+        root: the folder that contains them.
+        folders: their names.
+        argument: name of the argument with the root, for the message.
+    """
+    names = {name.lower(): name for name in folders}
+    queries, galleries = list(filter(names.get, QUERIES)), list(filter(names.get, GALLERIES))
+    if queries and galleries:
+        got = f"{root}, whose folders {names[queries[0]]} and {names[galleries[0]]} hold queries and a gallery"
+        cure = "write a table with the column role, for ImageTable"
+        raise InvalidValue("must contain the folders of classes", argument=argument, got=got, cure=cure)
+    validation = list(filter(names.get, VALIDATION))
+    if "train" in names and validation and "test" not in names:
+        name = names[validation[0]]
+        got = f"{root}, which has train and {name}"
+        cure = f"rename {name} to test if it has other classes, or pass {argument}={root / names['train']}"
+        rule = "must contain the folders train and test, or those of classes"
+        raise InvalidValue(rule, argument=argument, got=got, cure=cure)
 
 
 def check_test_fraction(test_fraction: float) -> float:

@@ -26,6 +26,7 @@ from lightning_retrieval.datamodules.image_check import (
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
+from lightning_retrieval.datamodules.table_file import reason_of_missing
 from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.sides import side_of_module
@@ -453,4 +454,13 @@ class ImageDataModule(RetrievalDataModule):
         if self.reads_in_check:
             sets = {name: self.image_set(index, self.eval_transform) for name, index in splits.items()}
             check_contents(report, sets, self.eval_transform.current)
+        self._explain_missing(report, sum(map(len, splits.values())))
         return report
+
+    def _explain_missing(self, report: DataReport, images: int) -> None:
+        """Add to a report why all images are missing, if it is known."""
+        if not report.missing_files or len(report.missing_files) < images:
+            return
+        reason = reason_of_missing(self.root, report.missing_files[0])
+        if reason:
+            report.problems.append(f"no image is in {self.root}: {reason}")

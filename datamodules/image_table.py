@@ -91,8 +91,27 @@ def parse_images(table: TableColumns, root: Path | None) -> list[str]:
     if root is not None:
         images = paths_in_root(images, root)
     table.check(find_rows(images, is_empty), "`image` must not be empty in any row")
-    table.check(find_rows(images, leaves_root), "`image` must lie inside the root", images)
+    rule = "`image` must be a path, not an address"
+    table.check(find_rows(images, is_address), rule, images, cure="name the column with the paths of the files")
+    outside = find_rows(images, leaves_root)
+    if outside:
+        rule, cure = "`image` must lie inside the root", _cure_outside(images[outside[0]])
+        table.check(outside, rule, images, cure=cure)
     return [normalized_path(image) for image in images]
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address such as `https://...`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None
+
+
+def _cure_outside(path: str) -> str:
+    """What helps if a path leads out of the root."""
+    if not os.path.isabs(path):
+        return "write paths without '..', relative to a root that contains the images"
+    if os.path.exists(path):
+        return "give a root that contains the images"
+    return "there is no such file on this machine, so write the paths relative to the root"
 
 
 def paths_in_root(paths: Sequence[str], root: Path) -> list[str]:
@@ -211,6 +230,9 @@ def check_splits(table: TableColumns) -> None:
     table.check(find_rows(splits, is_invalid_split), rule, splits)
     table.check(find_rows(splits, is_other_case), "`split` must be train, val or test in lower case", splits)
     check_values(table, "split")
+    of_roles = find_rows(splits, lambda name: name.lower() in ROLES)
+    rule = "`split` must be a split, but this is a role"
+    table.check(of_roles, rule, splits, cure="write test, and the role in the column role")
 
 
 def parse_splits(table: TableColumns) -> NDArray[Any] | None:
@@ -403,7 +425,8 @@ class ImageTable(ImageDataModule):
             `split`.
         split_seed: determines which classes form the test set.
         columns: the names of the table's columns, if they differ, by the names above: `{"image": "path", "label":
-            "class"}`. `"oml"` stands for the tables of open-metric-learning, with `path`, `is_query` and `is_gallery`.
+            "class"}`, or the same as `"image=path,label=class"`. `"oml"` stands for the tables of open-metric-learning,
+            with `path`, `is_query` and `is_gallery`.
         delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,

@@ -22,6 +22,7 @@ from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.datamodules.table_format import (
     COLUMNS,
+    IMAGE_FILE,
     OML_ROLES,
     OML_SPLITS,
     SIDES,
@@ -107,6 +108,8 @@ class ListFile:
                         f"{self.path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; "
                         "save it as UTF-8"
                     ) from None
+                if "\0" in text:
+                    raise self.error(f"{self.path} must be a text file, got a null character in line {number}")
                 yield text
                 encoding = "utf-8"  # only the first line may begin with a byte order mark
 
@@ -385,6 +388,25 @@ def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_na
     return ""
 
 
+def reason_of_missing(root: Path, path: str) -> str:
+    """Why there is no file with a listed path, with what helps; empty if it is not known.
+
+    Args:
+        root: the folder that the path is relative to.
+        path: the path.
+    """
+    slashed = path.replace("\\", "/")
+    if slashed != path and (root / slashed).is_file():
+        return "write / in place of \\ in the paths"
+    for suffix in (".jpg", ".jpeg", ".png", ".JPG"):
+        if (root / f"{path}{suffix}").is_file():
+            return f"the file is {path}{suffix}, so add the suffix to the paths"
+    found = _suggestion(root.absolute(), (path,), "", "root")
+    if not found and not Path(path).suffix:
+        return "the paths of files end with a suffix such as .jpg"
+    return found
+
+
 def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
@@ -400,6 +422,15 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
 
 TAG_SEPARATOR = ";"
 PARQUET_SUFFIXES = (".parquet", ".pq")
+# What helps with files that are no tables here, by their suffix.
+OF_JSON_LINES = "pandas converts it: pandas.read_json({name!r}, lines=True).to_csv('table.csv', index=False)"
+CURES = {
+    **dict.fromkeys((".jsonl", ".ndjson"), OF_JSON_LINES),
+    ".json": "write a row for each image to a CSV file",
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV in UTF-8"),
+    **dict.fromkeys((".gz", ".tar", ".tgz", ".zip", ".7z"), "unpack it"),
+    **dict.fromkeys((".arrow", ".feather", ".pkl", ".npy"), "write its rows to a CSV or Parquet file"),
+}
 COMMON_FORMAT = TableFormat()
 NAME_COLUMNS = frozenset(("label", "tags", "category", "camera"))  # whose texts are names, not files or free text
 
@@ -441,13 +472,16 @@ class TableColumns:
         """Return the line numbers of the rows with these indices, for an `ImageIndex`."""
         return TableLines(ListFile(self.path), rows, numbers=self.lines, unit=self.unit)
 
-    def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
+    def check(
+        self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None, *, cure: str = ""
+    ) -> None:
         """Raise a ValueError about the first of the invalid rows, if there are any.
 
         Args:
             invalid_rows: numbers of the invalid rows, from 0.
             rule: the rule that the invalid rows break, for the message.
             values: the value of each row; the message shows the value of the first invalid row.
+            cure: what helps.
         """
         if len(invalid_rows) == 0:
             return
@@ -456,8 +490,8 @@ class TableColumns:
         if len(invalid_rows) > 1:
             where += f" ({len(invalid_rows)} such rows)"
         if values is None:
-            raise InvalidValue(f"{rule}, {where}")
-        raise InvalidValue(rule, got=f"{values[row]!r}, {where}")
+            raise InvalidValue(f"{rule}, {where}", cure=cure)
+        raise InvalidValue(rule, got=f"{values[row]!r}, {where}", cure=cure)
 
 
 def read_table(
@@ -479,6 +513,9 @@ def read_table(
         ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
             row, or the rows have different numbers of fields.
     """
+    cure = CURES.get(path.suffix.lower())
+    if cure is not None:
+        raise InvalidValue(f"{path} must be a CSV or Parquet file", cure=cure.format(name=path.name))
     if path.suffix.lower() in PARQUET_SUFFIXES:
         table = _read_parquet(path, required, all_columns, table_format)
     else:
@@ -727,16 +764,13 @@ def _check_header(
     wanted: Sequence[str],
     table_format: TableFormat,
 ) -> None:
+    is_parquet = path.suffix.lower() in PARQUET_SUFFIXES
     absent = table_format.absent(named)
     if absent is not None:
-        raise InvalidValue(absent, argument="columns", got=f"{','.join(named)!r} in line 1 of {path}")
+        place = path if is_parquet else f"line 1 of {path}"
+        raise InvalidValue(absent, argument="columns", got=f"{','.join(named)!r} in {place}")
     header = table_format.renamed(named)
-    missing = find_missing(required, header)
-    if "tags" in header and "label" in missing:
-        missing.remove("label")
-    missing_sides = find_missing(SIDES, header)
-    if "image" in required and "box" not in header and len(missing_sides) < len(SIDES):
-        missing += missing_sides
+    missing = _missing_columns(header, required)
     if missing:
         columns = " and ".join(required).replace("label", "label (or tags)")
         sides = ""
@@ -744,8 +778,30 @@ def _check_header(
             sides = f", and all of {', '.join(SIDES)} or none"
         separator = "commas" if table_format.delimiter == "," else repr(table_format.delimiter)
         rule = f"line 1 of {path} must name the columns {columns}{sides}, separated by {separator}"
+        if is_parquet:
+            rule = f"{path} must have the columns {columns}{sides}"
         got = f"{','.join(named)!r}, which lacks {', '.join(missing)}"
         raise InvalidValue(rule, got=got, cure=table_format.cure(named))
+    if not is_parquet:
+        _check_no_row(path, named, table_format)
     for name in wanted:
         if list(header).count(name) > 1:
             raise InvalidValue(f"line 1 of {path} must name each column once", got=f"{name} twice")
+
+
+def _missing_columns(header: Sequence[str], required: Sequence[str]) -> list[str]:
+    """The required columns that a header lacks."""
+    missing = find_missing(required, header)
+    if "tags" in header and "label" in missing:
+        missing.remove("label")
+    missing_sides = find_missing(SIDES, header)
+    if "image" in required and "box" not in header and len(missing_sides) < len(SIDES):
+        missing += missing_sides
+    return missing
+
+
+def _check_no_row(path: Path, named: Sequence[str], table_format: TableFormat) -> None:
+    """Raise if the column of the images has the name of an image file: the first line is then a row."""
+    if IMAGE_FILE.search(table_format.names.get("image", "")):
+        got = repr(table_format.delimiter.join(named))
+        raise InvalidValue(f"line 1 of {path} must name the columns", got=got, cure=table_format.cure(named))

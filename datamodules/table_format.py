@@ -12,11 +12,13 @@ word `"oml"` stands for the tables of open-metric-learning:
 | `split`: `val` | `split`: `validation` |
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning_retrieval.checks import check_string, short_repr
+from lightning_retrieval.first_checks import names_in_text
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 SIDES = ("left", "top", "right", "bottom")
@@ -25,10 +27,12 @@ NAMES = ("text", *COLUMNS)
 OML = {"image": "path", "camera": "sequence", **dict(zip(SIDES, ("x_1", "y_1", "x_2", "y_2")))}
 OML_ROLES = ("is_query", "is_gallery")
 OML_SPLITS = {"validation": "val"}
+TABS = ("tab", "\\t")
 DELIMITERS = (",", ";", "\t", "|")
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 
-ColumnNames = dict[str, str] | Literal["oml"] | None
+ColumnNames = dict[str, str] | str | None
+IMAGE_FILE = re.compile(r"\.(?:jpe?g|png|webp|bmp|gif|tiff?|ppm)(?:\s|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class TableFormat:
         delimiter: one character, which separates the fields of a CSV file.
     """
 
-    columns: ColumnNames = None
+    columns: dict[str, str] | str | None = None
     delimiter: str = ","
 
     @staticmethod
@@ -48,8 +52,8 @@ class TableFormat:
         """The format with these settings.
 
         Args:
-            columns: as for the class.
-            delimiter: as for the class.
+            columns: as for the class, or pairs in a text such as `image=path,label=class`.
+            delimiter: as for the class; `tab` and `\\t` are names of the tab.
 
         Raises:
             ValueError: if `columns` has an unknown name, or one column for two names, or `delimiter` is not one
@@ -57,11 +61,16 @@ class TableFormat:
             TypeError: if an argument has the wrong type.
         """
         separator = check_string("delimiter", delimiter)
+        if separator in TABS:
+            separator = "\t"
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
             raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))
-        _check_columns(columns)
-        return TableFormat(columns, separator)
+        names = columns
+        if isinstance(columns, str):
+            names = names_in_text(columns)
+        _check_columns(names)
+        return TableFormat(names, separator)
 
     @property
     def is_oml(self) -> bool:
@@ -107,19 +116,34 @@ class TableFormat:
         """
         if header and header[0].startswith("sep="):
             return "delete this line, which only Excel reads"
+        cure = _cure_of_lists(header)
+        if cure:
+            return cure
         for delimiter in DELIMITERS:
             if len(header) == 1 and delimiter in header[0]:
                 return f"give `delimiter` {delimiter!r}"
         if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
             return "give `columns` 'oml', for tables of open-metric-learning"
-        return "name columns that have other names with `columns`, such as 'path' for 'image'"
+        return "name columns that have other names with `columns`, such as 'path' for 'image' by image=path"
+
+
+def _cure_of_lists(header: Sequence[str]) -> str:
+    """What helps if the first line is a row, or its fields are separated by spaces; empty if neither is so."""
+    is_spaced = len(header) == 1 and len(header[0].split()) > 1
+    has_no_names = any(map(IMAGE_FILE.search, header))
+    if is_spaced and not set(header[0]) & set(DELIMITERS):
+        names = " and add a first line such as image,label" if has_no_names else ""
+        return f"write commas in place of the spaces{names}"
+    if has_no_names:
+        return "line 1 is a row, so add a line of names above it, such as image,label"
+    return ""
 
 
 def _check_columns(columns: Any) -> None:
     """Raise unless `columns` is a dict of names, `"oml"` or None."""
     if columns is None or (isinstance(columns, str) and columns == "oml"):
         return
-    rule = "must be a dict from names of this library to those of the table, or 'oml'"
+    rule = "must be a dict from names of this library to those of the table, such as image=path,label=class, or 'oml'"
     if isinstance(columns, str):
         raise InvalidValue(rule, argument="columns", got=short_repr(columns))
     if not isinstance(columns, Mapping):

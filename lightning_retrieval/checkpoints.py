@@ -20,7 +20,7 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -536,6 +536,18 @@ def read_rest(checkpoint: Any, map_location: Any = "cpu", weights_only: bool | N
     folder = Path(checkpoint)
     file = _saved_folder(folder, _digests(folder)) / REST
     return load_mapped(file, map_location, weights_only)
+
+
+def is_of_another_program(content: Any) -> bool:
+    """Whether the content of a checkpoint describes no `RetrievalModule` and no subclass of it.
+
+    Args:
+        content: content of the checkpoint.
+    """
+    if not isinstance(content, Mapping):
+        return True
+    described = content.get("hyper_parameters")
+    return not (isinstance(described, Mapping) and {"embedder", "_class_path"} & described.keys())
 
 
 def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:

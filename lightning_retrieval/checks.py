@@ -6,6 +6,7 @@ message. Without one, the error has no owner until a public function names itsel
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from numbers import Integral, Real
 from pathlib import Path
@@ -38,8 +39,18 @@ def short_repr(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of the message of an error, without a full stop; the name of its type if it has no message."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    """The first line of the message of an error, without a full stop; the name of its type if it has no message.
+
+    The message of `torch.load` about an object in a file is long and advises to trust the file; of it, the line has the
+    name of the object.
+    """
+    message = str(error).strip()
+    if message.startswith("Weights only load failed"):
+        named = re.search(r"GLOBAL ([\w.]+)", message)
+        if named is not None:
+            return f"it holds {named[1]}, which is neither a tensor nor a plain value"
+        message = message.partition("WeightsUnpickler error:")[2].strip() or message
+    lines = message.splitlines() or [type(error).__name__]
     return lines[0].rstrip(". ")
 
 

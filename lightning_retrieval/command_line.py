@@ -54,6 +54,17 @@ def imports_of_command() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def read_by_another_program() -> Iterator[None]:
+    """End without an error if the program that reads the output has read what it wanted, as `head` does."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it exits
+        sys.exit(0)
+
+
 def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
     """The end of a message about an unknown name: the most similar known name; "" if no name is similar.
 
@@ -119,6 +130,7 @@ def command_line_message(
         names = {name: _option(name) for name in arguments}
         names.update(positional or {})
         error = error.of(command, index_images="lightning-retrieval index", **names)
+        return with_options(str(error), arguments)
     return str(error)
 
 

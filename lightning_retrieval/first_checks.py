@@ -51,3 +51,23 @@ def check_integers(options: argparse.Namespace, least: Mapping[str, int]) -> Non
         value = getattr(options, name, None)
         if value is not None and value < limit:
             raise InvalidValue(f"must be an integer >= {limit}", argument=name, got=value)
+
+
+def names_in_text(text: str) -> dict[str, str] | str:
+    """The names of columns in pairs such as `image=path,label=class`; a text without pairs as it is.
+
+    Args:
+        text: the text, which is that of `columns`.
+
+    Raises:
+        ValueError: if a part is no pair, or a name has two.
+    """
+    if "=" not in text:
+        return text
+    names: dict[str, str] = {}
+    for pair in text.split(","):
+        here, _, theirs = map(str.strip, pair.partition("="))
+        if not here or not theirs or here in names:
+            raise InvalidValue("must be pairs such as image=path,label=class", argument="columns", got=text)
+        names[here] = theirs
+    return names

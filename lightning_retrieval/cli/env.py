@@ -25,11 +25,8 @@ def env(args: Sequence[str]) -> int:
     """Print one line for each fact, and return the exit code 0."""
     parser = command_parser("env", DESCRIPTION, "example:\nlightning-retrieval env > env.txt")
     parser.parse_args(args)
-    try:
-        for name, value in environment():
-            print(f"{name + ':':28} {printable(value)}", flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+    for name, value in environment():
+        print(f"{name + ':':28} {printable(value)}", flush=True)
     return 0
 
 

@@ -39,6 +39,7 @@ from lightning_retrieval.checkpoints import (
     delete_temporary_checkpoints,
     find_checkpoint,
     is_checkpoint,
+    is_of_another_program,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
@@ -97,6 +98,11 @@ SUGGESTION = re.compile(r"^[ -]*((?:there is no class .*\?|\w+ has no argument .
 UNKNOWN_ARGUMENT = re.compile(
     r"(?:Parser key \"([\w.]+)\":\s+)?Problem with given class_path '([\w.]+)':\s+Option '([\w-]+)[\w.-]*' is not"
 )
+UNKNOWN_MODULE = re.compile(r"Problem with given class_path '([\w.]+)':\s+No module named '([\w.]+)'")
+OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
+BASES = {"CheckpointedModule": ("model", "RetrievalModule"), "LightningDataModule": ("data", "LightningDataModule")}
+OF_SWEEP = re.compile(r"does not accept option 'parameters\.")
+SWEEP = "--config must be a config of a run, got one of a sweep of Weights & Biases; `wandb sweep FILE` starts a sweep"
 CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
@@ -280,6 +286,8 @@ class RetrievalCLI(LightningCLI):
             self.parser.error(f"`--ckpt_path` must be a checkpoint of plain values, got {path} ({first_line(error)}).")
         if not isinstance(content, dict):
             self.parser.error(f"`--ckpt_path` must be a checkpoint of Lightning, got {path}, which holds no dict.")
+        if "pytorch-lightning_version" not in content:
+            self.parser.error(_of_another_program(path))
         return content
 
     def instantiate_classes(self) -> None:
@@ -306,6 +314,8 @@ class RetrievalCLI(LightningCLI):
             with owned_by(cls.__name__):
                 self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:
+            if is_of_another_program(self._checkpoint):
+                self.parser.error(_of_another_program(self.config[subcommand].ckpt_path))
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
@@ -489,6 +499,14 @@ def _parts_of_both(given: Any, used: Any) -> list[tuple[str, Any, Any]]:
     return []
 
 
+def _of_another_program(path: Any) -> str:
+    """The sentence about a `--ckpt_path` that another program wrote."""
+    return (
+        f"`--ckpt_path` must be a checkpoint of a RetrievalModule, got {path}, which another program wrote; to begin "
+        "with its weights, give it as `weights` of the Embedder in the config."
+    )
+
+
 def _passes_through_own_code(error: BaseException) -> bool:
     """Whether a function of the user is in the traceback of an error, which then says where the mistake is."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -623,7 +641,19 @@ class _Parser(LightningArgumentParser):
 
 
 def _suggestion(message: str) -> str | None:
-    """A sentence to replace jsonargparse's message if an unknown name is similar to a known name; else None."""
+    """A sentence to replace jsonargparse's message about an unknown name or a config of another program; else None."""
+    if OF_SWEEP.search(message) is not None:
+        return SWEEP
+    no_module = UNKNOWN_MODULE.search(message)
+    if no_module is not None:
+        return (
+            f"the config names the class {no_module[1]}, but there is no module {no_module[2]}; install its package, "
+            "or run `python -m lightning_retrieval.cli`, which is the same command, in the folder that has the module"
+        )
+    other = OTHER_CLASS.search(message)
+    if other is not None and other[2] in BASES:
+        key, base = BASES[other[2]]
+        return f"`{key}` must be of the class {base} or a subclass, got {other[1]}"
     of_nested = SUGGESTION.search(message)
     if of_nested is not None:
         return of_nested[1]
@@ -642,6 +672,9 @@ def _argument_meant(key: str | None, path: str, unknown: str) -> str | None:
     """A sentence on an unknown argument of a class; None if the class is not known."""
     module, _, name_of_class = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
+    if name_of_class in BASES:  # it takes the place of a class that is not named
+        key = BASES[name_of_class][0]
+        return f"`{key}` must name its class as class_path, and have arguments such as {unknown} as init_args"
     if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
         return None
     names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]

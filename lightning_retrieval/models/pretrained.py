@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
@@ -33,6 +34,7 @@ from lightning_retrieval.files import is_of_others, is_system_error, new_files, 
 from lightning_retrieval.first_checks import check_weights_exist
 from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, owned_by
 from lightning_retrieval.models.limits import limited_to
+from lightning_retrieval.models.weight_files import load_file, tensors_by_name, tensors_of_network
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
@@ -143,7 +145,8 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     """Load a local file of weights into a backbone.
 
     Args:
-        path: path of a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
+        path: path of a file of safetensors or of `torch.save`, in which the names may be longer, as those of other
+            programs are, see `tensors_of_network`.
         backbone: the backbone; the file must hold each of its parameters and running statistics.
         optional: prefixes of names in the file that the backbone may lack, such as those of a classifier.
         prefix: a prefix that is removed from the names in the file, like those in `PREFIXES`. Files of a model with a
@@ -154,9 +157,12 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
         ValueError: if the file is damaged, or its names or shapes do not match the backbone.
     """
     names = backbone.state_dict().keys()
-    found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
+    tensors = read_weights(path)
+    found = without_prefixes(tensors, names, (*PREFIXES, prefix))
+    if not names & found.keys():
+        found = tensors_of_network(path, tensors, backbone) or found
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
-    check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
+    check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept], tensors)
     # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
     unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
@@ -193,7 +199,9 @@ def without_prefixes(
     return found
 
 
-def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collection[str]) -> None:
+def check_loaded(
+    path: str, network: str, backbone: nn.Module, missing: Collection[str], tensors: Collection[str] = ()
+) -> None:
     """Raise if a parameter or a running statistic of a backbone has not been loaded from a file or a hub.
 
     Args:
@@ -201,6 +209,7 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
         network: name of the backbone in error messages.
         backbone: the backbone, without a classifier.
         missing: names of the backbone's tensors that have not been loaded.
+        tensors: names of the tensors in the file, for the message if none was loaded.
     """
     needed = [name for name, _ in backbone.named_parameters()]
     needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
@@ -208,7 +217,10 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
     if absent:
         rule = f"must be a file with the weights of {network}"
         got = f"{path}, loaded {len(needed) - len(absent)} of {len(needed)} tensors"
-        raise InvalidValue(rule, argument="weights", got=got, cure=f"it has no {first_of(absent, SHOWN_NAMES)}")
+        cure = f"it has no {first_of(absent, SHOWN_NAMES)}"
+        if len(absent) == len(needed) and tensors:
+            cure += f", but {first_of(list(tensors), SHOWN_NAMES)}"
+        raise InvalidValue(rule, argument="weights", got=got, cure=cure)
 
 
 def other_weights(path: str, network: str, error: Exception) -> ValueError:
@@ -244,7 +256,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
 
     Args:
         path: path of the file.
-        keys: entries of the file that may hold the tensors; the first existing entry is used.
+        keys: entries of the file that may hold the tensors; the first existing entry is used. If the file has none of
+            them and no tensors, those of all entries are read, under the names of both.
     """
     file = check_path("weights", path, owner="Embedder")
     check_weights_exist(file)
@@ -252,7 +265,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         if file.suffix == ".safetensors":
             content = load_safetensors().load_file(file)
         else:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            content = load_file(file)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # damaged files raise errors of many types
@@ -260,14 +273,17 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
             raise
         rule = "must be a file of safetensors or of torch.save with tensors only"
         got = f"{path} ({type(error).__name__}: {first_line(error)})"
-        raise InvalidValue(rule, argument="weights", got=got) from None
+        cure = ""
+        if isinstance(error, UnpicklingError):
+            cure = "write the state_dict of the network alone to a file, with the program that it is from"
+        raise InvalidValue(rule, argument="weights", got=got, cure=cure) from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
         rule = "must be a file of tensors by name"
         raise InvalidValue(rule, argument="weights", got=f"{path} ({short_repr(content)})")
-    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    tensors = tensors_by_name(content)
     if not tensors:  # without tensors, timm would download its own weights
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
         rule = "must be a file of tensors by name"

@@ -32,6 +32,7 @@ from lightning_retrieval.models.backbone_request import (
     unknown_name,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
+from lightning_retrieval.models.weight_files import tensors_of_network
 from lightning_retrieval.optional_packages import optional_import
 
 # Arguments that allow a transformer to run with other image sizes, in descending order of flexibility. A model that
@@ -265,6 +266,12 @@ def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     """A model with all weights of a local file. timm converts the names, and resamples weights to the image size."""
     tensors = pretrained.read_weights(path, ENTRIES)
     plain = pretrained.without_prefixes(tensors, ())
+    with torch.device("meta"):
+        network = _flexible_model(timm, request, request.name, {})
+    if not network.state_dict().keys() & {*tensors, *plain}:
+        found = tensors_of_network(path, tensors, network)
+        if found is not None:
+            return _loaded_model(timm, request, path, found)
     if plain.keys() != tensors.keys():
         # Try the names in the file first: timm converts the names of a model's original code, and some of these names
         # begin with a prefix in `PREFIXES`.
@@ -293,7 +300,7 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
         _build_without_weights(timm, request)
         raise pretrained.other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
-    pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
+    pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()), tensors)
     return model
 
 

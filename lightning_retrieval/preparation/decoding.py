@@ -41,6 +41,7 @@ except ImportError:  # deprecated in torchvision 0.29
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
 # Suffixes of pictures in formats that Pillow alone does not decode.
+ARCHIVES = frozenset((".7z", ".gz", ".rar", ".tar", ".tgz", ".zip"))
 UNREAD_PICTURES = frozenset(
     (
         *(".heic", ".heif", ".hif", ".jxl", ".jxr", ".svg", ".svgz", ".eps"),
@@ -169,6 +170,8 @@ def shown_suffixes(paths: Iterable[str]) -> str:
     sentence = ", ".join(shown)
     if order and order[0] in UNREAD_PICTURES:
         sentence += "; convert pictures that Pillow does not decode, to PNG or JPEG"
+    elif ARCHIVES & counts.keys():
+        sentence += "; unpack archives"
     return sentence
 
 

@@ -151,6 +151,40 @@ def test_a_table_with_boxes_and_missing_files(tmp_path):
     assert (report.problems, report.notes) == ([], ["all images have 10 x 10 pixels"])
 
 
+@pytest.mark.parametrize(
+    ("files", "listed", "reason"),
+    [
+        (["images/a.jpg", "images/b.jpg"], ["a.jpg", "b.jpg"], "pass root={root}/images"),
+        (["a.jpg", "b.jpg"], ["a", "b"], "the file is b.jpg, so add the suffix to the paths"),
+        (["x/a.jpg", "x/b.jpg"], ["x\\a.jpg", "x\\b.jpg"], "write / in place of \\ in the paths"),
+        (["0/1/2/0123.jpg"], ["0123", "4567"], "the paths of files end with a suffix such as .jpg"),
+        (["a.jpg"], ["a.jpg", "b.jpg"], None),
+    ],
+)
+def test_why_no_listed_image_exists(tmp_path, files, listed, reason):
+    for file in files:
+        noise(tmp_path / file, len(file))
+    (tmp_path / "list.csv").write_text("image,label\n" + "".join(f"{path},{n}\n" for n, path in enumerate(listed)))
+    report = ImageTable(tmp_path, "list.csv").check()
+    expected = [f"no image is in {tmp_path}: {reason.format(root=tmp_path)}"] if reason else []
+    assert (report.problems, bool(report.missing_files)) == (expected, True)
+
+
+def test_the_command_takes_names_of_columns_as_the_other_commands_do(tmp_path, capsys):
+    for number, name in enumerate(("a", "b")):
+        noise(tmp_path / f"{name}.png", number)
+    (tmp_path / "train.tsv").write_text("Image\tId\na.png\tw_1\nb.png\tnew_whale\n")
+    args = ["check", "--data=ImageTable", f"--root={tmp_path}", "--table=train.tsv", "--delimiter=tab"]
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    cure = "name columns that have other names with `--columns`, such as 'path' for 'image' by image=path."
+    assert cure in capsys.readouterr().err
+    for names in ("image=Image,label=Id", '{"image": "Image", "label": "Id"}'):
+        main([*args, f"--columns={names}"])
+        assert "train       1        1" in capsys.readouterr().out
+
+
 def test_distractors_are_no_class(tmp_path):
     for number in range(5):
         noise(tmp_path / f"{number}.png", number)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lightning_retrieval.datamodules.image_folder import ImageFolder
 from lightning_retrieval.datamodules.image_index import split_by_class
 from lightning_retrieval.datamodules.pairs import Pairs
 from tests.datamodules.trees import write_image, write_text
-from tests.datamodules.trees_more import QUICK, write_folders
+from tests.datamodules.trees_more import QUICK, write_folders, write_images
 
 NAMES = ["a 1", "b", "c", "łódź", "日本"]
 
@@ -135,6 +136,57 @@ def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, catego
         write_folders(tmp_path / name if name else tmp_path, ["."])
     with pytest.raises(ValueError, match=rf"ImageFolder: `root` must contain images as <.*which .* does not; .*{cure}"):
         ImageFolder(tmp_path, categories=categories).prepare_data()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("classes", [None, "deepest"])
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["train/a/1.jpg", "val/a/2.jpg"], r"which has train and val; rename val to test .*, or pass root=.*/train\.$"),
+        (["train/a/1.jpg", "Validation/b/2.jpg"], r"which has train and Validation; rename Validation to test"),
+        (
+            ["bounding_box_train/1.jpg", "query/2.jpg", "bounding_box_test/3.jpg"],
+            r"folders query and bounding_box_test ",
+        ),
+        (
+            ["database/1.jpg", "queries/2.jpg"],
+            r"whose folders queries and database hold queries and a gallery; write a t",
+        ),
+        (["train/a/1.jpg", "test/query/2.jpg", "test/gallery/3.jpg"], r"/test, whose folders query and gallery hold "),
+    ],
+)
+def test_folders_of_splits_and_roles_are_no_classes(tmp_path, names, sentence, classes):
+    """As torchvision, Market-1501 and data sets of places have them. Read as classes, each class would be two."""
+    write_images(tmp_path, names)
+    with pytest.raises(ValueError, match=rf"^ImageFolder: `root` must contain .*{sentence}"):
+        _ = ImageFolder(tmp_path, classes=classes).splits
+
+
+@pytest.mark.refusal
+def test_classes_of_train_and_test_that_are_the_same_are_split_below_train(tmp_path):
+    names = [f"{split}/{person}/1.jpg" for split in ("train", "test") for person in ("0000", "0001")]
+    write_images(tmp_path, names)
+    sentence = r"^ImageFolder: classes .* got 2 in train and test, such as '0000'; pass root="
+    with pytest.raises(ValueError, match=sentence) as caught:
+        _ = ImageFolder(tmp_path).splits
+    cure = Path(str(caught.value).partition("root=")[2].partition(",")[0])
+    assert sorted(len(index) for index in ImageFolder(cure).splits.values()) == [1, 1]
+
+
+@pytest.mark.refusal
+def test_lists_and_archives_of_images_are_answered_by_a_cure(tmp_path):
+    """As `datasets` and `img2dataset` write them."""
+    write_images(tmp_path, ["hf/1.jpg", "hf/2.jpg"])
+    (tmp_path / "hf" / "metadata.jsonl").write_text("{}")
+    (tmp_path / "wds").mkdir()
+    (tmp_path / "wds" / "00000.tar").write_bytes(b"")
+    for name, sentence in (
+        ("hf", r"metadata\.jsonl has the labels of its 2 images: use HuggingFaceImages, which reads it"),
+        ("wds", r"there is no image, only other files: \.tar 1; unpack archives"),
+    ):
+        with pytest.raises(ValueError, match=rf"^ImageFolder: `root` .*{sentence}\.$"):
+            _ = ImageFolder(tmp_path / name).splits
 
 
 def test_a_depth_at_which_there_is_no_class_names_the_images_above(tmp_path):

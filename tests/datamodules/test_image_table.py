@@ -595,6 +595,94 @@ def test_a_table_with_other_names_says_how_to_give_them(tmp_path):
             read(write_csv(tmp_path, header, ["x"] * len(header)))
 
 
+@pytest.mark.parametrize(
+    "columns", [{"image": "Image", "label": "Id"}, "image=Image,label=Id", " image = Image,label=Id"]
+)
+def test_names_of_columns_may_be_pairs_in_a_text(tmp_path, columns):
+    """A table of a competition, with further columns."""
+    write_csv(tmp_path, ("Image", "Id", "val"), ("a.jpg", "w_f48451c", "True"), ("b.jpg", "new_whale", "False"))
+    splits = ImageTable(tmp_path, "images.csv", columns=columns, **QUICK).splits
+    assert sorted((index.paths[0], index.names[0]) for index in splits.values()) == [
+        ("a.jpg", "w_f48451c"),
+        ("b.jpg", "new_whale"),
+    ]
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("rows", "columns", "sentence"),
+    [
+        ("7,a.jpg\n7,b.jpg\n", None, r"line 1 is a row, so add a line of names above it, such as image,label\.$"),
+        ("7,a.jpg\n7,b.jpg\n", {"image": "a.jpg", "label": "7"}, r"got '7,a\.jpg'; line 1 is a row, so add a line"),
+        ("0/a_01_0.jpg 0\n0/b_05_1.jpg 0\n", None, r"write commas in place of the spaces and add a first line such as"),
+        (
+            "image_id class_id path\n1 1 a.jpg\n",
+            None,
+            r"which lacks image, label; write commas in place of the spaces\.$",
+        ),
+        ("image,label\n/gone/a.jpg,1\n", None, r"inside the root, .*; there is no such file on this machine, so write"),
+        ("image,label\n/,1\n", None, r"inside the root, .*; give a root that contains the images\.$"),
+        ("image,label\n../b/a.jpg,1\n", None, r"inside the root, .*; write paths without '\.\.', relative to a root"),
+        ("image,label\nhttps://a.b/c.jpg,1\n", None, r"`image` must be a path, not an address, got 'https://a\.b/c\.j"),
+        (
+            "image,label\na.jpg,1\nb.jpg,1\n",
+            None,
+            r"`test_fraction` must have at least two classes to split, got 1; give",
+        ),
+        (
+            "image,label,split\na.jpg,1,train\nb.jpg,2,query\nc.jpg,2,gallery\n",
+            None,
+            r"`split` must be a split, but this is a role, got 'query', .*; write test, and the role in the column ",
+        ),
+        ("image,label\n\0,1\n", None, r"must be a text file, got a null character in line 2\.$"),
+        (
+            "image,label\na.jpg,1\n",
+            "image=path,image=b",
+            r"`columns` must be pairs such as image=path,label=class, got",
+        ),
+    ],
+)
+def test_tables_of_other_projects_are_answered_by_a_cure(tmp_path, rows, columns, sentence):
+    write_text(tmp_path / "images.csv", rows)
+    with pytest.raises(ValueError, match=f"^ImageTable: .*{sentence}"):
+        read(tmp_path, columns=columns)
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("metadata.jsonl", r"pandas\.read_json\('metadata\.jsonl', lines=True\)\.to_csv\('table\.csv', index=False\)"),
+        ("labels.json", "write a row for each image to a CSV file"),
+        ("list.xlsx", "save the sheet as CSV in UTF-8"),
+        ("00000.tar", "unpack it"),
+        ("train.csv.gz", "unpack it"),
+        ("img_emb_0.npy", "write its rows to a CSV or Parquet file"),
+    ],
+)
+def test_files_that_are_no_tables_are_answered_by_a_cure(tmp_path, name, cure):
+    write_text(tmp_path / name, '{"file_name": "a.jpg", "label": 1}\n')
+    with pytest.raises(ValueError, match=rf"^ImageTable: .*{name} must be a CSV or Parquet file; .*{cure}"):
+        _ = ImageTable(tmp_path, name, **QUICK).splits
+
+
+@refusal
+def test_a_parquet_file_has_columns_and_no_lines(tmp_path):
+    """As img2dataset writes it."""
+    parquet.write_table(pyarrow.table({"url": ["https://a.b/c"], "key": ["000000000"]}), tmp_path / "00000.parquet")
+    for columns, sentence in (
+        (
+            None,
+            r"00000\.parquet must have the columns image and label .*, got 'url,key', which lacks image, label; name",
+        ),
+        ("image=path", r"`columns` must name columns of the table, .*, got 'url,key' in \S+00000\.parquet\.$"),
+    ):
+        with pytest.raises(ValueError, match=sentence) as caught:
+            _ = ImageTable(tmp_path, "00000.parquet", columns=columns, **QUICK).splits
+        assert "line 1" not in str(caught.value)
+        assert "commas" not in str(caught.value)
+
+
 def test_absolute_paths_in_the_root_are_relative_to_it(tmp_path, monkeypatch):
     """By the names in the path: of the root itself, or of what a link to the root leads to."""
     root = tmp_path / "real"

@@ -24,13 +24,14 @@ from lightning_retrieval.checkpoints import (
     find_checkpoint,
     find_damage,
     is_checkpoint,
+    is_of_another_program,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_integer, first_line, first_of
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table, reason_of_missing
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
@@ -131,6 +132,10 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
     table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
     paths = parse_images(table, root)
+    if not any((root / path).is_file() for path in paths):
+        got = f"{images}, of whose {len(paths):,} images none is in {root}, such as {paths[0]}"
+        cure = reason_of_missing(root, paths[0]) or "give the folder that the paths are relative to as `root`"
+        raise InvalidValue("must be a table of images that exist", argument="images", got=got, cure=cure)
     if "label" in table.columns:
         check_values(table, "label")
     labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
@@ -316,12 +321,17 @@ def load_checkpoint(checkpoint: Path) -> Any:
     damage = find_damage(checkpoint)
     if damage is not None:
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
+    saved: Any = None
     try:
         saved = read_checkpoint(checkpoint)
         network: Any = restored_network(saved)
         if network is None:
             network = _restored_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
+        if saved is not None and is_of_another_program(saved):
+            got = f"{checkpoint}, which another program wrote"
+            cure = "give its weights with `backbone` and `weights`"
+            raise InvalidValue(rule, argument="checkpoint", got=got, cure=cure) from None
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     network.steps_of_training = int(saved.get("global_step") or 0)
     return network

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_retrieval.command_line import CommandParser, command_parser
+from lightning_retrieval.first_checks import names_in_text
+from lightning_retrieval.invalid import InvalidValue
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HOST_HELP = (
@@ -232,7 +234,6 @@ def _add_table_format(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--delimiter",
-        type=_delimiter,
         default=",",
         metavar="C",
         help="character that separates the fields of a CSV file, such as ';' or tab, default a comma",
@@ -492,23 +493,10 @@ def _add_embedding(parser: argparse.ArgumentParser) -> None:
 
 
 def _column_names(text: str) -> dict[str, str] | str:
-    """The names of columns: a word, or pairs such as `image=path,label=class`."""
-    if "=" not in text:
-        return text
-    names = {}
-    for pair in text.split(","):
-        here, separator, theirs = pair.partition("=")
-        if not separator or not here.strip() or not theirs.strip():
-            raise argparse.ArgumentTypeError(f"must be pairs such as image=path,label=class, got {text}")
-        names[here.strip()] = theirs.strip()
-    return names
-
-
-def _delimiter(text: str) -> str:
-    """The character; `tab` and `\\t` are names of the tab."""
-    if text in ("tab", "\\t"):
-        return "\t"
-    return text
+    try:
+        return names_in_text(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(str(error).partition("` ")[2].removesuffix(".")) from None
 
 
 def _positive(text: str) -> int:

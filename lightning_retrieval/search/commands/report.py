@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, check_no_splits, class_numbers
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by
@@ -267,6 +267,7 @@ def _of_folder(listed: ListedImages) -> LabelledImages:
     """The images of a folder. The class of an image is the folder that it is in, below that of its split."""
     folders = [PurePosixPath(path).parent for path in listed.paths]
     tops = {folder.parts[:1] for folder in folders}
+    check_no_splits(listed.root, [name for names in tops for name in names], "images")
     splits = None
     if {(EVALUATED,), (TRAINING,)} <= tops:
         splits = [path.partition("/")[0] for path in listed.paths]

@@ -239,6 +239,53 @@ def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
     assert all(name in f"\n{printed}" for name in named)
 
 
+# Configs of other projects, as they write them, and what is wrong with each here.
+CONFIGS_OF_OTHERS = {
+    "a class of its own": (
+        "model:\n  class_path: src.models.TripletModel\n  init_args: {arch: resnet50}\ndata: {class_path: Glyphs}\n",
+        "the config names the class src.models.TripletModel, but there is no module src; install its package, or run "
+        "`python -m lightning_retrieval.cli`, ",
+    ),
+    "a LightningModule": (
+        "model:\n  class_path: pytorch_lightning.demos.boring_classes.BoringModel\ndata:\n  class_path: Glyphs\n",
+        "`model` must be of the class RetrievalModule or a subclass, got pytorch_lightning.demos.boring_classes.",
+    ),
+    "a CLI of one model": (
+        "seed_everything: true\nmodel:\n  optimizer: sgd\n  learning_rate: 0.1\ndata:\n  batch_size: 128\n",
+        "`model` must name its class as class_path, and have arguments such as optimizer as init_args",
+    ),
+    "a sweep": (
+        "program: main.py\nmethod: bayes\nmetric:\n  goal: maximize\n  name: val_map/map@5\nparameters:\n  lr:\n"
+        "    max: 1.0e-05\n    min: 1.0e-07\ncommand:\n  - ${interpreter}\n  - ${program}\n",
+        "--config must be a config of a run, got one of a sweep of Weights & Biases; `wandb sweep FILE` starts a sweep",
+    ),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("project", CONFIGS_OF_OTHERS)
+def test_configs_of_other_projects_are_answered_in_one_sentence(project, tmp_path, capsys):
+    content, sentence = CONFIGS_OF_OTHERS[project]
+    (tmp_path / "config.yaml").write_text(content)
+    printed = printed_error(capsys, tmp_path / "config.yaml").splitlines()[-1]
+    assert printed.startswith(f"error: {sentence}")
+
+
+@pytest.mark.refusal
+def test_checkpoints_of_other_programs_are_answered_by_a_cure(tmp_path, capsys):
+    weights = {"state_dict": {"module.encoder_q.conv1.weight": torch.ones(2)}, "epoch": 200}
+    lightning = {**weights, "pytorch-lightning_version": "1.6.0", "hyper_parameters": {"backbone_arch": "resnet50"}}
+    for content in (weights, lightning):
+        torch.save(content, tmp_path / "other.ckpt")
+        printed = printed_error(capsys, write_example(tmp_path), f"--ckpt_path={tmp_path / 'other.ckpt'}")
+        line = printed.splitlines()[-1]
+        assert line.startswith("error: `--ckpt_path` must be a checkpoint of a RetrievalModule, got ")
+        assert line.endswith(
+            "which another program wrote; to begin with its weights, give it as `weights` of the Embedder "
+            "in the config."
+        )
+
+
 @pytest.mark.refusal
 def test_a_command_without_a_config_that_exists(tmp_path, capsys):
     code, _, err = run(capsys, "fit")

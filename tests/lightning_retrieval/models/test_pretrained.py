@@ -1,11 +1,13 @@
 """Weights: of local files, skipped while a file is loaded, and those of an embedder's own folder."""
 
+import argparse
 import json
 import pickle
 import socket
 import stat
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,7 +58,7 @@ def test_invalid_files(tmp_path):
     deeper = {**get_model("squeezenet1_1").state_dict(), "features.13.weight": torch.ones(2)}
     part = get_model("shufflenet_v2_x0_5").state_dict()
     del part["conv1.1.running_var"], part["conv1.1.num_batches_tracked"]  # the second one is only counted
-    unknown = {"teacher": {"a": torch.ones(2)}, "epoch": 3}
+    unknown = {"teacher": {"a": 2}, "epoch": 3}
     no_weights = r"`weights` .*w\.pth"
     no_entry = r"`weights` .*w\.pth, which has none, but the entries epoch, tea"
     for backbone, content, message in (
@@ -78,6 +80,105 @@ def test_invalid_files(tmp_path):
     (tmp_path / "folder.pth").mkdir()
     with pytest.raises(FileNotFoundError, match=r"^Embedder: `weights` must be .*folder.pth, which is a folder\.$"):
         Embedder("squeezenet1_1", weights=str(tmp_path / "folder.pth"))
+
+
+def named(state, prefix):
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def others(state):
+    """A network of the same names with other values."""
+    return {name: value + 1 for name, value in state.items()}
+
+
+def in_sequence(network):
+    return nn.Sequential(*list(network.children())[:-2]).state_dict()
+
+
+# The structure of files of other programs, with their heads, optimizers and settings.
+PROGRAMS = {
+    "MoCo": lambda network, state: {
+        "arch": "resnet18",
+        "optimizer": {"state": {}, "param_groups": []},
+        "state_dict": {
+            **named(state, "module.encoder_q."),
+            **named(others(state), "module.encoder_k."),
+            "module.encoder_q.fc.0.weight": torch.ones(2, 2),
+            "module.queue": torch.ones(2, 2),
+        },
+    },
+    "MoCo v3": lambda network, state: {
+        "state_dict": {
+            **named(others(state), "module.momentum_encoder."),
+            **named(state, "module.base_encoder."),
+            "module.predictor.0.weight": torch.ones(2),
+        }
+    },
+    "DINO": lambda network, state: {
+        "student": named(others(state), "module.backbone."),
+        "teacher": {**named(state, "backbone."), "head.mlp.0.weight": torch.ones(2)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}},
+        "args": argparse.Namespace(arch="resnet18"),
+    },
+    "fast-reid": lambda network, state: {
+        "model": {**named(state, "backbone."), "heads.weight": torch.ones(2), "pixel_mean": torch.ones(1)},
+        "iteration": 9,
+    },
+    "deep-person-reid": lambda network, state: {
+        "state_dict": {**state, "classifier.weight": torch.ones(2)},
+        "rank1": np.float64(0.88),
+        "epoch": 60,
+    },
+    "reid-strong-baseline": lambda network, state: {**named(state, "base."), "bottleneck.weight": torch.ones(2)},
+    "cnnimageretrieval-pytorch": lambda network, state: {
+        "meta": {"architecture": "resnet18", "pooling": "gem"},
+        "state_dict": {**named(in_sequence(network), "features."), "pool.p": torch.ones(1)},
+    },
+    "CosPlace": lambda network, state: {**named(in_sequence(network), "backbone."), "aggregation.1.p": torch.ones(1)},
+    "ROADMAP": lambda network, state: {"net_state": named(state, "backbone."), "config": {"lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "timm/resnet18"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_files_of_other_programs(backbone, program, tmp_path):
+    """Of two networks in a file, the one is read that the program itself evaluates."""
+    network = get_model("resnet18")
+    state = {name: value for name, value in network.state_dict().items() if not name.startswith("fc.")}
+    torch.save(PROGRAMS[program](network, state), tmp_path / "w.pth")
+    module = Embedder(backbone, 8, weights=str(tmp_path / "w.pth")).backbone
+    loaded = getattr(module, "model", module).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in loaded.items())
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])
+def test_a_file_of_two_networks_of_which_none_is_known_as_the_evaluated_one(backbone, tmp_path):
+    state = Embedder(backbone, 8).backbone.state_dict()
+    state = {name.removeprefix("model."): value for name, value in state.items()}
+    torch.save({"a": named(state, "net."), "b": named(others(state), "net.")}, tmp_path / "w.pth")
+    got = r"w\.pth, which has those of 2, whose names begin with a\.net\., b\.net\.; write the state_dict of one to"
+    with pytest.raises(ValueError, match=rf"^Embedder: `weights` must be .* of one network, got .*{got}"):
+        Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
+
+
+@pytest.mark.refusal
+def test_the_names_in_a_file_of_another_network_are_shown(tmp_path):
+    torch.save({"stem.a": torch.ones(2), "stem.b": torch.ones(2)}, tmp_path / "w.pth")
+    for backbone in ("squeezenet1_1", "timm/resnet18"):
+        with pytest.raises(ValueError, match=r"loaded 0 of \d+ tensors; it has no .*, but stem\.a, stem\.b\.$"):
+            Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_an_object_in_a_file_is_named_in_one_sentence(tmp_path, users_folder):
+    """The message of torch has escape sequences, and advises to trust the file."""
+    torch.save(get_model("squeezenet1_1"), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"it holds torchvision\.\S+\.SqueezeNet, which .*; write the state") as caught:
+        Embedder("squeezenet1_1", 8, weights=str(tmp_path / "w.pth"))
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])

@@ -177,6 +177,20 @@ def test_tables_give_labels_and_boxes(glyphs, tmp_path):
     assert not torch.allclose(found[1], glyphs[1][1], atol=1e-3)  # of a part of the image
 
 
+@pytest.mark.refusal
+def test_a_table_whose_images_lie_elsewhere_is_answered_by_the_option_that_finds_them(glyphs, tmp_path, capsys):
+    (tmp_path / "train_images").symlink_to(glyphs[0] / "images")
+    (tmp_path / "train.csv").write_text("\n".join(["Image", *paths_of(glyphs[0] / "images")]))
+    args = ["--checkpoint", glyphs[0] / "model.ckpt", "--images", tmp_path / "train.csv", "--columns=image=Image"]
+    args += ["--output", tmp_path / "out"]
+    code, _, err = command(capsys, "embed", *args)
+    assert (code, "of whose" in err, (tmp_path / "out").exists()) == (2, True, False)
+    option, _, folder = err.strip().removesuffix(".").rpartition("; pass ")[2].partition(" ")
+    assert (option, folder) == ("--root", f"{tmp_path}/train_images")
+    code, _, err = command(capsys, "embed", *args, option, folder)
+    assert (code, err) == (0, "")
+
+
 def test_unreadable_images_are_reported_also_by_the_run_that_continues(glyphs, tmp_path, capsys):
     (tmp_path / "images").mkdir()
     Image.new("L", (32, 32)).save(tmp_path / "images" / "a.png")

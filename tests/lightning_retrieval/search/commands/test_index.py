@@ -371,11 +371,16 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     index = indexing(indexed, tmp_path / "index")
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.ckpt").write_text("no checkpoint")
+    torch.save({"state_dict": {"module.encoder_q.conv1.weight": torch.ones(2)}}, tmp_path / "moco.pth.tar")
     for more, message in (
         ([f"--checkpoint={colour[0]}", "--transform=glyphs"], "takes, 3, got 'glyphs', which gives 1; take 'plain'."),
         (["--checkpoint=gone.ckpt"], "or the folder of its runs, got gone.ckpt, which does not exist"),
         ([f"--checkpoint={tmp_path}"], f"or the folder of its runs, got {tmp_path}, in which neither checkpoints/best"),
         ([f"--checkpoint={tmp_path / 'no.ckpt'}"], "must be the checkpoint of a RetrievalModule"),
+        (
+            [f"--checkpoint={tmp_path / 'moco.pth.tar'}"],
+            "which another program wrote; give its weights with `--backbone` and `--weights`.",
+        ),
         (["--images=gone"], "`--images` must be a folder of images, got gone"),
         ([f"--images={tmp_path / 'empty'}"], f"got {tmp_path / 'empty'}, which holds no image"),
         ([f"--output={indexed}"], "must be written to a new folder or over an index"),

@@ -165,6 +165,17 @@ def test_a_split_named_test_is_evaluated_and_the_other_one_compared(glyphs, tmp_
     assert {of_pair["split"], of_pair["other_split"]} == {"test", "train"}
 
 
+@pytest.mark.refusal
+def test_a_folder_val_beside_train_is_no_class(glyphs, tmp_path, capsys):
+    """Each class would be two, one in each folder."""
+    for split in ("train", "val"):
+        for number, images in enumerate(glyphs_of(2, 2)):
+            write(tmp_path / "images" / split / f"class{number}" / "0.png", images[0])
+    args = reporting(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "a.html")
+    code, _, err = command(capsys, *args)
+    assert (code, f"or pass --images {tmp_path / 'images' / 'train'}." in err) == (2, True)
+
+
 def test_a_table_says_labels_roles_splits_and_boxes(glyphs, tmp_path, capsys):
     lines = ["image,label,split,role,box"]
     for number, images in enumerate(glyphs_of(3, 6)):
