@@ -1,4 +1,4 @@
-"""Files of results, for `study.py` and `compare.py`: a run that is killed leaves each of them as a whole."""
+"""Files of results, for the studies and `compare.py`: a run that is killed leaves each of them as a whole."""
 
 import json
 import os
@@ -20,13 +20,23 @@ def write_file(file: Path, content: str | Figure) -> None:
 
 
 def read_results(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of `results.jsonl` by their keys; none if there is no such file."""
+    """Return the lines of a file of results by their keys; none if there is no such file.
+
+    A last line without an end is left out: the process that appended it was killed.
+    """
     if not file.exists():
         return {}
-    results = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = file.read_text().split("\n")[:-1]
+    results = [json.loads(line) for line in lines]
     return {result["key"]: result for result in results}
 
 
 def write_results(file: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write `results.jsonl`: one line for each run."""
+    """Write a file of results: one line for each run."""
     write_file(file, "".join(json.dumps(result) + "\n" for result in results.values()))
+
+
+def append_result(file: Path, result: Mapping[str, Any]) -> None:
+    """Append the line of a run to a file of results, all of whose lines have an end."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(result) + "\n")

@@ -23,7 +23,7 @@ class Setting:
     loss_args: Mapping[str, Any] = field(default_factory=dict)  # parameters that differ from them
     classes: int = 32  # in a batch
     per_class: int = 4  # images of each class in a batch
-    sampler: Literal["pk", "category", "whole classes"] = "pk"
+    sampler: Literal["pk", "category", "whole classes", "shuffled"] = "pk"
     memory: int = 0  # number of past images that are also ranked
     memory_start: int | float = 0  # first step in which they are ranked; as a float, the drift below which they are
     memory_mode: Literal["one_list", "one_list_detached", "two_terms"] = "one_list"
@@ -47,6 +47,12 @@ class Setting:
     loss_scale: float = 1.0  # factor of the loss, which changes how much of a gradient is clipped
     first_loss: str | None = None  # with which the first fifth of the steps is trained; None: `loss`
     first_args: Mapping[str, Any] = field(default_factory=dict)  # its parameters that differ from the defaults
+    added_loss: str | None = None  # a term that is added to `loss`
+    added_args: Mapping[str, Any] = field(default_factory=dict)  # its parameters that differ from the defaults
+    added_weight: float = 1.0
+    # How the proxies of the training classes begin, if they are trained apart; None: as all parameters are.
+    proxies: Literal["class means", "random"] | None = None
+    proxy_rate: float = 1.0  # learning rate of these proxies, divided by that of the network
 
     def key(self, seed: int) -> str:
         """Return a hash of the seed and of what differs from the defaults."""
@@ -179,6 +185,7 @@ THIRD_PARTY = (
     "MultiSimilarityLoss",
     "ProxyAnchorLoss",
     "SupConLoss",
+    "CircleLoss",
 )  # of pytorch-metric-learning
 LARGER = ((128, 32), (512, 128))
 TABLE_5 = {(256, 64): "Smooth-AP, Table 5", (512, 128): "beyond Smooth-AP's Table 5, which ends at 256"}

@@ -4,6 +4,7 @@ The network is EfficientNet-Lite0 with the ImageNet weights that the extra `offl
 head on its features, or its last two stages.
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def stored_inputs(network: str, root: Path, file: Path) -> Table:
         part = file.with_suffix(f".{os.getpid()}")
         torch.save(compute_inputs(network, root), part)
         os.replace(part, file)
+    return load_table(file)
+
+
+@functools.cache
+def load_table(file: Path) -> Table:
+    """Return a stored table, which is read once for all runs of a process."""
     names, rows = torch.load(file, weights_only=True, mmap=True).values()
     return dict(zip(names, rows))
 

@@ -17,6 +17,16 @@ import torch
 from study_callbacks import DriftRecord, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
 from study_features import Table, stored_inputs, trained_part
+from study_peers import (
+    PROXIES,
+    InfoNCELoss,
+    MinedTripletLoss,
+    ProxyLoss,
+    ProxyTraining,
+    WeightedLogRankLoss,
+    adam_with_proxies,
+    proxy_losses,
+)
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, Updates, losses
@@ -37,6 +47,8 @@ from lightning_retrieval.models import GlyphNet, Preparation
 
 IMAGE_SIZE = 32  # of pictures from a folder, as that of the glyphs
 FIRST_STEPS = 0.2  # of all, with the first loss
+CLIP = 1.0  # largest norm of gradients
+OWN_LOSSES = {loss.__name__: loss for loss in (WeightedLogRankLoss, InfoNCELoss, MinedTripletLoss)}
 HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; the others always hold some out
 
 
@@ -64,6 +76,24 @@ class WholeClassesSampler(GlobalBatchSampler):
         order = generator.permutation(len(classes))
         images = np.concatenate([classes[i] for i in order])
         return np.split(images[: len(self) * self.batch_size], len(self))
+
+
+class ShuffledSampler(GlobalBatchSampler):
+    """Fills batches with images in random order, of whatever classes."""
+
+    def __init__(self, labels: torch.Tensor, *, batch_size: int, seed: int = 0) -> None:
+        super().__init__(labels, seed=seed)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self.images) // self.batch_size
+
+    def draw(self, generator: np.random.Generator) -> list[np.ndarray[Any, Any]]:
+        images = generator.permutation(self.images)
+        return np.split(images[: len(self) * self.batch_size], len(self))
+
+
+UNBALANCED = {"whole classes": WholeClassesSampler, "shuffled": ShuffledSampler}
 
 
 class SmallImages(ImageSet):
@@ -100,7 +130,7 @@ class StoredInputs(SmallImages):
     table: Table
 
     def prepare(self, index: int) -> torch.Tensor:
-        return self.table[self.file(index).relative_to(self.root).as_posix()]
+        return self.table[self.index.paths[index]]
 
 
 class Pictures(ImageFolder):
@@ -112,10 +142,18 @@ class Pictures(ImageFolder):
         arguments: keyword arguments of `ImageFolder`.
     """
 
+    of_folder: ClassVar[dict[Path, dict[str, ImageIndex]]] = {}  # what was read once for all runs of a process
+
     def __init__(self, root: Path, table: Table | None = None, **arguments: Any) -> None:
         preparation = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE, mean=(0, 0, 0), std=(1, 1, 1))
         super().__init__(root, categories=True, train_transform=preparation, eval_transform=preparation, **arguments)
         self.table = table
+
+    @property
+    def splits(self) -> dict[str, ImageIndex]:
+        if self.root not in self.of_folder:
+            self.of_folder[self.root] = super().splits
+        return self.of_folder[self.root]
 
     def image_set(self, index: ImageIndex, transform: Any) -> ImageSet:
         images = self.evaluation_set("train", index)
@@ -164,31 +202,43 @@ def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
         "samples_per_class": setting.per_class,
         "seed": seed,
     }
-    if setting.data != "glyphs":
-        root = place.folders[setting.data]
-        if setting.held_out and setting.data == "emoji":
-            arguments["val_fraction"] = HELD_OUT
-        if setting.network != "GlyphNet":
-            name = f"{setting.data}_{setting.network.replace(' ', '_')}.pt"
-            arguments["table"] = stored_inputs(setting.network, root, place.weights / name)
-        pictures = AmongTrained if setting.trained_classes else Pictures
-        return pictures(root, sampler=setting.sampler, **arguments)
-    if setting.trained_classes:
-        raise ValueError("trained_classes=True must be with data='emoji' or 'photographs', got 'glyphs'")
-    data = Glyphs(**arguments)
-    labels = data.train_set.labels
-    if setting.sampler == "category":
+    data: RetrievalDataModule
+    if setting.data == "glyphs":
+        if setting.trained_classes:
+            raise ValueError("trained_classes=True must be with data='emoji' or 'photographs', got 'glyphs'")
+        data = Glyphs(**arguments)
+    else:
+        data = make_pictures(setting, place, arguments)
+    if setting.sampler in UNBALANCED:
+        size = setting.classes * setting.per_class
+        data.sampler = UNBALANCED[setting.sampler](data.train_set.labels, batch_size=size, seed=seed)
+    elif setting.sampler == "category" and setting.data == "glyphs":
+        labels = data.train_set.labels
         neighbours = torch.unique(labels, return_inverse=True)[1] // 32  # labels are in the order of Unicode
         data.sampler = CategorySampler(
             labels, neighbours, classes_per_batch=setting.classes, samples_per_class=setting.per_class, seed=seed
         )
-    elif setting.sampler == "whole classes":
-        data.sampler = WholeClassesSampler(labels, batch_size=setting.classes * setting.per_class, seed=seed)
     return data
 
 
+def make_pictures(setting: Setting, place: Place, arguments: dict[str, Any]) -> Pictures:
+    """Create the data module of emoji or photographs."""
+    root = place.folders[setting.data]
+    if setting.held_out and setting.data == "emoji":
+        arguments["val_fraction"] = HELD_OUT
+    if setting.sampler == "category":
+        arguments["sampler"] = "category"
+    if setting.network != "GlyphNet":
+        name = f"{setting.data}_{setting.network.replace(' ', '_')}.pt"
+        arguments["table"] = stored_inputs(setting.network, root, place.weights / name)
+    pictures = AmongTrained if setting.trained_classes else Pictures
+    return pictures(root, **arguments)
+
+
 def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Create a loss of this library or of pytorch-metric-learning."""
+    """Create a loss of this library, of pytorch-metric-learning or of the study."""
+    if name in OWN_LOSSES:
+        return OWN_LOSSES[name](**arguments)
     source: Any = losses
     if name in THIRD_PARTY:
         try:
@@ -199,21 +249,37 @@ def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return loss
 
 
-def scaled_loss(name: str, setting: Setting, arguments: Mapping[str, Any]) -> nn.Module:
-    """Create a loss, multiplied by the scale of a setting."""
-    loss = make_loss(name, arguments)
-    if setting.loss_scale == 1:
+def make_term(name: str, setting: Setting, arguments: Mapping[str, Any], classes: torch.Tensor | None) -> nn.Module:
+    """Create a loss of a setting, with proxies of the training classes if it has any that are trained apart."""
+    if classes is None or name not in PROXIES:
+        return make_loss(name, arguments)
+    return ProxyLoss(name, classes, {"embedding_size": setting.dim, **arguments})
+
+
+def scaled(loss: nn.Module, scale: float) -> nn.Module:
+    """Multiply a loss."""
+    if scale == 1:
         return loss
-    return losses.WeightedSum({"scaled": (setting.loss_scale, loss)})
+    return losses.WeightedSum({"scaled": (scale, loss)})
 
 
-def loss_of_steps(setting: Setting, steps: int) -> nn.Module:
-    """Create the loss of a setting, which may begin with another one for the first fifth of the steps."""
-    loss = scaled_loss(setting.loss, setting, setting.loss_args)
+def loss_of_steps(setting: Setting, steps: int, classes: torch.Tensor | None = None) -> nn.Module:
+    """Create the loss of a setting, which may begin with another one for the first fifth of the steps.
+
+    Args:
+        setting: the setting.
+        steps: number of training steps.
+        classes: the labels of the training set, if the setting has proxies that are trained apart.
+    """
+    loss = make_term(setting.loss, setting, setting.loss_args, classes)
+    if setting.added_loss is not None:
+        added = make_term(setting.added_loss, setting, setting.added_args, classes)
+        loss = losses.WeightedSum({"loss": (1.0, loss), "added": (setting.added_weight, added)})
+    loss = scaled(loss, setting.loss_scale)
     if setting.first_loss is None:
         return loss
     switch = round(FIRST_STEPS * steps) / steps
-    first = scaled_loss(setting.first_loss, setting, setting.first_args)
+    first = scaled(make_loss(setting.first_loss, setting.first_args), setting.loss_scale)
     return losses.WeightedSum({"first": (losses.Before(switch), first), "then": (losses.After(switch), loss)})
 
 
@@ -232,7 +298,7 @@ def make_embedder(setting: Setting) -> Embedder:
     return Embedder(backbone, setting.dim, **arguments)
 
 
-def make_module(setting: Setting, steps: int) -> RetrievalModule:
+def make_module(setting: Setting, steps: int, classes: torch.Tensor | None = None) -> RetrievalModule:
     """Create the module of a setting, whose learning rate falls to 0 over the steps."""
     memory = None
     if setting.memory:
@@ -240,14 +306,27 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         if isinstance(start, float):
             start = "auto"
         memory = CrossBatchMemory(setting.memory, start, mode=setting.memory_mode)
+    embedder, loss = make_embedder(setting), loss_of_steps(setting, steps, classes)
+    optimizer: Any = partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay)
+    updates = Updates(gradient_clip_val=CLIP)
+    if setting.proxies is not None:
+        proxies = [proxy for part in proxy_losses(loss) for proxy in part.parameters()]
+        optimizer = partial(
+            adam_with_proxies,
+            proxies=proxies,
+            factor=setting.proxy_rate,
+            lr=setting.lr,
+            weight_decay=setting.weight_decay,
+        )
+        updates = Updates()  # ProxyTraining clips
     return RetrievalModule(
-        make_embedder(setting),
-        loss_of_steps(setting, steps),
+        embedder,
+        loss,
         chunk_size=setting.chunk_size,
-        optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),
+        optimizer=optimizer,
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
         lr_scheduler_interval="step",
-        updates=Updates(gradient_clip_val=1.0),
+        updates=updates,
         memory=memory,
     )
 
@@ -273,7 +352,10 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     pl.seed_everything(seed, verbose=False)
     steps = setting.images // (setting.classes * setting.per_class)
     data = make_data(setting, seed, place)
-    module = make_module(setting, steps)
+    classes = None
+    if setting.proxies is not None:
+        classes = data.train_set.labels.unique()
+    module = make_module(setting, steps, classes)
     if start is not None:
         module.embedder.load_state_dict(start)
     callbacks: list[pl.Callback] = []
@@ -283,6 +365,8 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
         callbacks.append(SlowEncoder(setting.slow_encoder))
     if setting.memory_start:
         callbacks.append(DriftRecord(setting))
+    if setting.proxies is not None:
+        callbacks.append(ProxyTraining(setting.proxies, CLIP))
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator=place.accelerator,

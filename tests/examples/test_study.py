@@ -272,7 +272,7 @@ def test_the_scale_of_a_loss(study):
     x, labels = torch.randn(6, 4), torch.tensor([0, 0, 1, 1, 2, 2])
     values = []
     for scale in (1.0, 20.0):
-        loss = study.study_runs.scaled_loss("SmoothAPLoss", study.Setting(loss_scale=scale), {"tau": 0.1})
+        loss = study.study_runs.loss_of_steps(study.Setting(loss_scale=scale, loss_args={"tau": 0.1}), 10)
         values.append(loss(x, labels).item())
     assert values[1] == pytest.approx(20 * values[0])
 

@@ -1,0 +1,147 @@
+"""The decision of docs/study/candidates.md: which candidate meets which peers, with which runs, and whether it wins."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from intervals import interval
+from study_entrants import CANDIDATES, LOG_RANK, PEERS
+from study_experiments import Setting
+from study_pairs import TRAINED_CLASSES
+
+FRESH_SEEDS = tuple(range(30, 40))
+RANKING_SEEDS = (0, 1, 2)
+MOST_PEERS = 6
+LEAST_TASKS = 4  # on which a candidate must be above all peers
+LEAVES = 0.03  # a peer whose mAP is so far below that of log rank leaves the task
+METRICS = ("mAP", "R@1", "mAP@R")
+# Quantiles of Student's t distribution with nine degrees of freedom, for two-sided tests at 5 % / 1, 5 % / 2, ...
+QUANTILES = (2.2622, 2.6850, 2.9333, 3.1109, 3.2498, 3.3642)
+
+Chosen = Mapping[str, Mapping[str, Setting]]  # the setting of each entrant on each task
+Results = Mapping[str, Mapping[str, Any]]  # of the runs, by their keys
+
+
+def held_out(setting: Setting, seed: int, results: Results) -> float:
+    """Return the mAP of a chosen setting on held-out classes."""
+    return float(results[setting.key(seed)]["metrics"]["mAP"])
+
+
+def leaves(entrant: str, chosen: Mapping[str, Setting], results: Results) -> bool:
+    """Whether an entrant is a peer that leaves a task, on which log rank and the entrant have chosen settings."""
+    best = held_out(chosen[LOG_RANK], RANKING_SEEDS[0], results)
+    return entrant in PEERS and held_out(chosen[entrant], RANKING_SEEDS[0], results) <= best - LEAVES
+
+
+def finalists(chosen: Chosen, results: Results) -> tuple[str, list[str]]:
+    """Return the candidate that goes on and the peers that it meets, each with the best first."""
+
+    def rank(entrant: str) -> float:
+        values = []
+        for settings in chosen.values():
+            values += [held_out(settings[entrant], seed, results) for seed in RANKING_SEEDS]
+        return -statistics.fmean(values)
+
+    stay = []
+    for peer in PEERS:
+        if not any(leaves(peer, settings, results) for settings in chosen.values()):
+            stay.append(peer)
+    return min(CANDIDATES, key=rank), sorted(stay, key=rank)[:MOST_PEERS]
+
+
+def final_runs(task: str, settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
+    """Return the runs of the decision on a task: on the test set, and on two tasks among trained classes as well."""
+    tested = [replace(setting, held_out=False) for setting in settings]
+    if task in TRAINED_CLASSES:
+        tested += [replace(setting, trained_classes=True) for setting in tested]
+    runs = []
+    for seed in FRESH_SEEDS:
+        runs += [(setting, seed) for setting in tested]
+    return runs
+
+
+def differences(one: Setting, other: Setting, metric: str, results: Results) -> list[float]:
+    """Return the paired differences of a metric of the test set."""
+    found = []
+    for seed in FRESH_SEEDS:
+        pair = [results[replace(each, held_out=False).key(seed)]["metrics"][metric] for each in (one, other)]
+        found.append(pair[0] - pair[1])
+    return found
+
+
+def above(of_peers: Mapping[str, Sequence[float]]) -> set[str]:
+    """Return the peers above which a candidate is, from ten paired differences each, with Holm's correction."""
+    found: set[str] = set()
+    statistic = {peer: t_statistic(values) for peer, values in of_peers.items()}
+    for peer in sorted(statistic, key=lambda peer: -abs(statistic[peer])):
+        left = len(statistic) - len(found)
+        if abs(statistic[peer]) <= QUANTILES[left - 1]:
+            break
+        found.add(peer)
+    return {peer for peer in found if statistic[peer] > 0}
+
+
+def t_statistic(values: Sequence[float]) -> float:
+    """Return the statistic of the paired t-test."""
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    if error > 0:
+        return mean / error
+    if mean == 0:
+        return 0.0
+    return math.copysign(math.inf, mean)
+
+
+def verdicts(of_metrics: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, str]:
+    """Return what a candidate is against each peer on a task: above, level, below, or neither of them.
+
+    Args:
+        of_metrics: the differences to each peer, of mAP and of R@1.
+    """
+    found = {}
+    better = above(of_metrics["mAP"])
+    for peer, values in of_metrics["mAP"].items():
+        _, low, high = interval(values)
+        found[peer] = "neither"
+        if peer in better:
+            found[peer] = "above"
+        elif low <= 0 <= high:
+            found[peer] = "level"
+        if interval(of_metrics["R@1"][peer])[2] < 0:
+            found[peer] = "below in R@1"
+    return found
+
+
+def has_won(of_tasks: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether a candidate has won, from its verdicts on all tasks."""
+    above_all = 0
+    for of_peers in of_tasks.values():
+        values = set(of_peers.values())
+        if not values <= {"above", "level"}:
+            return False
+        above_all += values == {"above"}
+    return above_all >= LEAST_TASKS
+
+
+def decision(chosen: Chosen, results: Results) -> str:
+    """Return the comparison of the candidate with the peers as a table, and whether it has won."""
+    candidate, peers = finalists(chosen, results)
+    lines = [f"{candidate} minus | task | {' | '.join(METRICS)} | verdict"]
+    of_tasks = {}
+    for task, settings in chosen.items():
+        of_metrics: dict[str, dict[str, list[float]]] = {}
+        for metric in METRICS:
+            of_metrics[metric] = {}
+            for peer in peers:
+                of_metrics[metric][peer] = differences(settings[candidate], settings[peer], metric, results)
+        of_tasks[task] = verdicts(of_metrics)
+        for peer in peers:
+            shown = []
+            for metric in METRICS:
+                mean, low, high = interval(of_metrics[metric][peer])
+                shown.append(f"{mean:+.4f} ({low:+.4f} to {high:+.4f})")
+            lines.append(" | ".join([peer, task, *shown, of_tasks[task][peer]]))
+    outcome = "has won" if has_won(of_tasks) else "has not won"
+    return "\n".join([*lines, f"{candidate} {outcome}"])
