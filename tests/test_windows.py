@@ -182,6 +182,7 @@ def paths_of_devices(folder):
 
 @on_linux
 @pytest.mark.refusal
+@pytest.mark.slow
 def test_names_of_devices_are_no_files(tmp_path):
     found, _ = result_of("paths_of_devices", tmp_path)
     assert found["outside"] == [True] * 5 + [False]

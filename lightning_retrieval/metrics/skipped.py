@@ -10,8 +10,8 @@ The other images of the query's label become fewer in this order, and the first 
     6. rule      any other rule of relevance decides which of the images that are left are relevant candidates
 
 Under a rule by which relevant images need not share labels, the steps begin with all images, not with those of the
-query's label, and what else the rule reads is not explained. Rows are counted by sorting, without a mask
-of queries and images. Every process has the labels, ids and roles of all rows, so all find the same reasons.
+query's label, and what else the rule reads is not explained. Rows are counted by sorting, without a mask of queries
+and images. Every process has the labels, ids and roles of all rows, so all find the same reasons.
 """
 
 from collections.abc import Sequence
@@ -68,8 +68,10 @@ class SkippedQueries:
 
     def by_id(self) -> dict[int, str]:
         """The reason of each query, by its id."""
-        texts = [self.reasons[reason].text for reason in self.reason.tolist()]
-        return dict(zip(self.ids.tolist(), texts))
+        found = {}
+        for query, reason in zip(self.ids.tolist(), self.reason.tolist()):
+            found[query] = self.reasons[reason].text
+        return found
 
     def summary(self) -> str:
         """The reasons, the most frequent first, each with its number of queries and what to change."""
@@ -80,8 +82,10 @@ class SkippedQueries:
             if count == len(self.ids):
                 return "; ".join(filter(None, (f"for each, {reason.text}", reason.cure)))
             if count > 0:
-                cure = f" ({reason.cure})" if reason.cure else ""
-                parts.append(f"for {count} of them, {reason.text}{cure}")
+                part = f"for {count} of them, {reason.text}"
+                if reason.cure:
+                    part += f" ({reason.cure})"
+                parts.append(part)
         return "; ".join(parts)
 
 

@@ -124,10 +124,11 @@ def _names_in_sequence(network: nn.Module, names: Iterable[str]) -> dict[str, st
 def _prefixes(tensors: Mapping[str, Tensor], needed: Collection[str]) -> list[str]:
     """What the names of the tensors begin with, if a name with each of the needed ends follows it."""
     first = next(iter(needed), "")
-    ending = [name for name in tensors if first and f".{name}".endswith(f".{first}")]
     found = []
-    for prefix in (name.removesuffix(first) for name in ending):
-        if tensors.keys() >= {f"{prefix}{name}" for name in needed}:
+    for name in tensors:
+        prefix = name.removesuffix(first)
+        is_first = first and f".{name}".endswith(f".{first}")
+        if is_first and all(f"{prefix}{other}" in tensors for other in needed):
             found.append(prefix)
     return found
 

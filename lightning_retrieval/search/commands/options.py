@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_retrieval.command_line import CommandParser, command_parser
-from lightning_retrieval.first_checks import names_in_text
-from lightning_retrieval.invalid import InvalidValue
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # the same names as in `Preparation.NAMES`
 HOST_HELP = (
@@ -229,7 +227,6 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
 def _add_table_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
-        type=_column_names,
         metavar="NAMES",
         help="names of the table's columns, if they differ, as image=path,label=class; oml: of open-metric-learning",
     )
@@ -497,13 +494,6 @@ def _add_embedding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
     parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
     parser.add_argument("--device", help="device that the model runs on, default cuda if there is one, else cpu")
-
-
-def _column_names(text: str) -> dict[str, str] | str:
-    try:
-        return names_in_text(text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(str(error).partition("` ")[2].removesuffix(".")) from None
 
 
 def _names(text: str) -> list[str]:

@@ -242,7 +242,7 @@ def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, c
     for args, message in (
         (["--checkpoint", colour[0], *images, *to], "which holds embeddings of another model"),
         ([*model, "--images", glyphs[0] / "images" / "1", *to], "of another list of images (40 then, 10 now)"),
-        ([*model, *images, *to, "--shard_size=17"], "with shard_size=16, not 17"),
+        ([*model, *images, *to, "--shard_size=17"], "with --shard_size 16, not 17"),
         ([*model, *images, "--output", glyphs[0]], "embed: `--output` must be a new folder, or one with embeddings"),
     ):
         assert message in error_of(capsys, "embed", *args)
