@@ -38,17 +38,21 @@ def check_out(commit: str, folder: Path) -> None:
 
 
 def measures_of(results: list[dict[str, Any]]) -> Measures:
-    """The times in the rows of a table; of a row without times, the ratio of which the row has a range."""
+    """The times in the rows of a table; of a row without times, the ratio of which the row has a range.
+
+    Differences of times, which noise can make negative, have no ratio, and are left out.
+    """
     found: Measures = {}
     for row in results:
         named = [f"{name} {value}" for name, value in row.items() if isinstance(value, (str, bool, int))]
         name = ", ".join(named)
-        times = {column: value["median"] for column, value in row.items() if isinstance(value, dict)}
+        times = {column: value for column, value in row.items() if isinstance(value, dict)}
+        for column, value in times.items():
+            if value["lowest"] > 0:
+                found[name, column] = value["median"]
         if not times and "lowest" in row:
             column = list(row)[list(row).index("lowest") - 1]
-            times = {column: row[column]}
-        for column, value in times.items():
-            found[name, column] = value
+            found[name, column] = row[column]
     return found
 
 
@@ -77,7 +81,7 @@ def compare(folders: tuple[Path, Path], benchmark: str, options: list[str], pair
             ratios.setdefault(measure, []).append(second[measure] / first[measure])
     rows = []
     for (row, column), found in sorted(ratios.items(), key=lambda item: (item[0] == WHOLE_RUN, item[0])):
-        rows.append({"row": row, "of": column, **range_of("now over before", found), "pairs": pairs})
+        rows.append({"row": row, "of": column, **range_of("now over before", found), "pairs": len(found)})
     return rows
 
 
