@@ -248,7 +248,7 @@ CONFIGS_OF_OTHERS = {
     ),
     "a LightningModule": (
         "model:\n  class_path: pytorch_lightning.demos.boring_classes.BoringModel\ndata:\n  class_path: Glyphs\n",
-        "`model` must be of the class RetrievalModule or a subclass, got pytorch_lightning.demos.boring_classes.",
+        "`model` must be of the class RetrievalModule or a subclass, got ",
     ),
     "a CLI of one model": (
         "seed_everything: true\nmodel:\n  optimizer: sgd\n  learning_rate: 0.1\ndata:\n  batch_size: 128\n",
