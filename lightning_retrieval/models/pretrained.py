@@ -317,10 +317,20 @@ def hub_access(*, allowed: bool) -> Iterator[None]:
         except Exception:  # the type depends on the library that huggingface_hub uses for requests
             is_offline = True
     constants.HF_HUB_OFFLINE = was_offline or is_offline
+    _end_sessions_of_hub()
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = was_offline
+        _end_sessions_of_hub()
+
+
+def _end_sessions_of_hub() -> None:
+    """End the sessions of huggingface_hub, which before version 1 stay offline if they were so when they began."""
+    from huggingface_hub import utils
+
+    if hasattr(utils, "reset_sessions"):
+        utils.reset_sessions()
 
 
 def _is_quantized(values: Tensor) -> bool:

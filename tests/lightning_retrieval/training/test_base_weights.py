@@ -5,12 +5,14 @@ import functools
 import socket
 import time
 
+import huggingface_hub.utils
 import pytest
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import AdaptedEmbedder
+from lightning_retrieval.models.pretrained import hub_access
 from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 from tests.lightning_retrieval.search.commands.glyph_commands import save_checkpoint
 from tests.lightning_retrieval.training.small_training import Log, fit, trainer
@@ -196,6 +198,13 @@ def test_a_checkpoint_of_pretrained_weights_is_loaded_without_a_network(
     again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
     assert_same_state(again.embedder, embedder)
     assert no_network == []
+
+
+def test_the_hub_is_asked_again_after_files_came_from_the_cache_alone(no_network):
+    with hub_access(allowed=False):
+        huggingface_hub.utils.get_session()
+    with hub_access(allowed=True):
+        assert no_network
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
