@@ -122,6 +122,26 @@ def make_pages(options: argparse.Namespace, results: Mapping[str, Any]) -> dict[
     return pages
 
 
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the folders of images."""
+    parser.add_argument("--emoji", type=Path, default=Path("emoji"), help="the folder that emoji.py wrote")
+    parser.add_argument(
+        "--photographs", type=Path, default=Path("photographs"), help="the folder that photographs.py wrote"
+    )
+
+
+def parse_with_defaults(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line with the options --device, --output and --quick, and set the default folder of results."""
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine.")
+    if options.output is None:
+        options.output = Path("docs/study")
+        if options.quick:
+            options.output = Path("logs/study-quick")
+    return options
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,23 +150,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of results, page and plots; default docs/study")
     parser.add_argument("--jobs", type=int, help="number of parallel runs; default one for each core, one on a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--emoji", type=Path, default=Path("emoji"), help="the folder that emoji.py wrote")
-    parser.add_argument(
-        "--photographs", type=Path, default=Path("photographs"), help="the folder that photographs.py wrote"
-    )
+    add_folders(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the test set, to try it out")
     parser.add_argument("--report", action="store_true", help="run nothing, write the page again")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine.")
+    options = parse_with_defaults(parser, arguments)
     if options.jobs is None:
         options.jobs = os.cpu_count() or 1
         if options.device == "cuda":
             options.jobs = 1
-    if options.output is None:
-        options.output = Path("docs/study")
-        if options.quick:
-            options.output = Path("logs/study-quick")
     return options
 
 

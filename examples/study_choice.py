@@ -28,9 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from results_file import append_result, read_results, write_results
-from study import Run, outcomes, shorten_setting
+from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
 from study_decision import RANKING_SEEDS, decision, final_runs, finalists, held_out, leaves
 from study_entrants import ENTRANTS, LOG_RANK, Entrant, Own, Values
 from study_experiments import Setting
@@ -282,21 +281,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of choice.jsonl; default docs/study")
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--emoji", type=Path, default=Path("emoji"), help="the folder that emoji.py wrote")
-    parser.add_argument(
-        "--photographs", type=Path, default=Path("photographs"), help="the folder that photographs.py wrote"
-    )
+    add_folders(parser)
     parser.add_argument("--weights", type=Path, help="folder of what frozen networks give; default OUTPUT/weights")
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the classes, to try it out")
     parser.add_argument("--decide", action="store_true", help="when all is chosen, run the decision and print it")
     parser.add_argument("--report", action="store_true", help="run nothing, print what was chosen so far")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine.")
-    if options.output is None:
-        options.output = Path("docs/study")
-        if options.quick:
-            options.output = Path("logs/study-quick")
+    options = parse_with_defaults(parser, arguments)
     if options.weights is None:
         options.weights = options.output / "weights"
     return options

@@ -61,23 +61,6 @@ class Place:
     weights: Path  # folder of the networks from which other runs start, and of what frozen parts of networks give
 
 
-class WholeClassesSampler(GlobalBatchSampler):
-    """Fills batches with one class after another, in random order; a class may continue in the next batch."""
-
-    def __init__(self, labels: torch.Tensor, *, batch_size: int, seed: int = 0) -> None:
-        super().__init__(labels, seed=seed)
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return len(self.images) // self.batch_size
-
-    def draw(self, generator: np.random.Generator) -> list[np.ndarray[Any, Any]]:
-        classes = np.split(self.images, self.class_starts[1:])
-        order = generator.permutation(len(classes))
-        images = np.concatenate([classes[i] for i in order])
-        return np.split(images[: len(self) * self.batch_size], len(self))
-
-
 class ShuffledSampler(GlobalBatchSampler):
     """Fills batches with images in random order, of whatever classes."""
 
@@ -89,8 +72,19 @@ class ShuffledSampler(GlobalBatchSampler):
         return len(self.images) // self.batch_size
 
     def draw(self, generator: np.random.Generator) -> list[np.ndarray[Any, Any]]:
-        images = generator.permutation(self.images)
-        return np.split(images[: len(self) * self.batch_size], len(self))
+        return np.split(self.order(generator)[: len(self) * self.batch_size], len(self))
+
+    def order(self, generator: np.random.Generator) -> np.ndarray[Any, Any]:
+        """All images in random order."""
+        return generator.permutation(self.images)
+
+
+class WholeClassesSampler(ShuffledSampler):
+    """Fills batches with one class after another, in random order; a class may continue in the next batch."""
+
+    def order(self, generator: np.random.Generator) -> np.ndarray[Any, Any]:
+        classes = np.split(self.images, self.class_starts[1:])
+        return np.concatenate([classes[i] for i in generator.permutation(len(classes))])
 
 
 UNBALANCED = {"whole classes": WholeClassesSampler, "shuffled": ShuffledSampler}
