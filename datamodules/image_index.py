@@ -29,11 +29,9 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 # Names of folders of splits and roles, in the structures of other programs.
-VALIDATION, QUERIES, GALLERIES = (
-    ("val", "valid", "validation"),
-    ("query", "queries"),
-    ("gallery", "bounding_box_test", "database"),
-)
+VALIDATION = ("val", "valid", "validation")
+QUERIES = ("query", "queries")
+GALLERIES = ("gallery", "bounding_box_test", "database")
 DISTRACTOR = -1  # the label of distractors
 CACHE_VERSION = 6  # version of the file format of the cache
 
