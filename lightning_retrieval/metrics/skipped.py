@@ -119,10 +119,8 @@ def skipped_queries(
     others = [count_equal([of_queries], [labels]) - 1 for labels in (label_of_row, label_of_id, label)]
     others.append(count_equal([of_queries], [label[is_gallery]]) - in_gallery)
     of_other_cameras = others[-1]
-    if type(rule) is OtherCamera:
-        camera = columns[:, -1]
-        of_camera = count_equal([of_queries, camera[queries]], [label[is_gallery], camera[is_gallery]])
-        of_other_cameras = of_other_cameras - (of_camera - in_gallery)
+    if type(rule) is OtherCamera:  # an image of another camera would be a positive
+        of_other_cameras = torch.zeros_like(of_other_cameras)
     others.append(of_other_cameras)
     reasons = [Reason(text.format(of=of, rule=rule), cure) for text, cure in _REASONS]
     return SkippedQueries(images.ids[queries], (torch.stack(others) > 0).sum(0), reasons)
