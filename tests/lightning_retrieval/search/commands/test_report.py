@@ -175,6 +175,10 @@ def test_a_folder_val_beside_train_is_no_class(glyphs, tmp_path, capsys):
     args = reporting(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "a.html")
     code, _, err = command(capsys, *args)
     assert (code, f"or pass --images {tmp_path / 'images' / 'train'}." in err) == (2, True)
+    for number, images in enumerate(glyphs_of(2, 2)):  # beside a test set, val is a split
+        for position, pixels in enumerate(images):
+            write(tmp_path / "images" / "test" / f"other{number}" / f"{position}.png", pixels)
+    assert command(capsys, *args)[0] == 0
 
 
 def test_a_table_says_labels_roles_splits_and_boxes(glyphs, tmp_path, capsys):
