@@ -199,13 +199,9 @@ class CheckpointedModule(pl.LightningModule):
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
-    @property
-    def trainer(self) -> Any:
-        """The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints."""
-        return super().trainer
-
-    @trainer.setter
+    @pl.LightningModule.trainer.setter  # type: ignore[attr-defined, untyped-decorator]
     def trainer(self, trainer: Any) -> None:
+        """Set the Trainer, which begins to verify checkpoints. No hook of a subclass can prevent this."""
         self._trainer = trainer
         if isinstance(trainer, pl.Trainer):
             self._verify_checkpoints()
