@@ -446,7 +446,7 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._names: set[str] | None = None  # names of the parameters without a gradient so far
+        self._without: dict[str, nn.Parameter] = {}  # the parameters without a gradient so far, by name
 
     def see(self, module: nn.Module) -> None:
         """Look for gradients after a backward pass, without waiting for the device; after the first steps, call
@@ -457,12 +457,12 @@ class GradientWatch:
         """
         if self._steps >= FIRST_STEPS:
             return
+        if self._steps == 0:
+            self._without = _trained_now(module)
         self._steps += 1
-        later = _trained_later(module)
-        without = {name for name, value in trained_parameters(module) if value.grad is None and id(value) not in later}
-        if self._names is not None:
-            without &= self._names
-        self._names = without
+        for name, parameter in list(self._without.items()):
+            if parameter.grad is not None or not parameter.requires_grad:
+                del self._without[name]
         if self._steps == FIRST_STEPS:
             self.report(module)
 
@@ -472,9 +472,7 @@ class GradientWatch:
         Args:
             module: owner of the parameters; its class name is the prefix of the warning.
         """
-        without = self._names or set()
-        self._names = None
-        names = [name for name, _ in module.named_parameters() if name in without]
+        names, self._without = list(self._without), {}
         names = [name for name in names if name.rpartition(".")[2] not in PRETRAINING_ONLY]
         if names and rank() == 0:
             warnings.warn(
@@ -497,15 +495,15 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, value) for name, value in named if value.requires_grad and id(value) not in of_metrics]
 
 
-def _trained_later(module: nn.Module) -> set[int]:
-    """Identities of the parameters of terms whose weights change, which may have no gradient at first."""
-    found: set[int] = set()
+def _trained_now(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to train by name, without those of terms whose weights change, which may have no gradient yet."""
+    later: set[int] = set()
     for part in module.modules():
         if isinstance(part, WeightedSum):
             for name, weight in part.weights.items():
                 if isinstance(weight, Schedule):
-                    found.update(map(id, part.parts[name].parameters()))
-    return found
+                    later.update(map(id, part.parts[name].parameters()))
+    return {name: value for name, value in trained_parameters(module) if id(value) not in later}
 
 
 def _listed(names: Sequence[str]) -> str:
