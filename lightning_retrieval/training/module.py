@@ -372,20 +372,17 @@ class RetrievalModule(ManualTraining):
             The loss of the global batch, without a graph, on the CPU.
         """
         batches, unpacked = unpack_sides(self, batch)
-        sharded = ShardedParts(self)
+        if self._is_first_step:
+            self._begin_first_step()
+        if self._sharded is not None:
+            self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
-        if self._is_first_step:
-            check_processes(self)
-            self._dimensions = Dimensions()
-            self._equal_batches = EqualBatches(
-                first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
-            )
         step = self._step_of(batches, unpacked)
-        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
+        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=self._sharded)
         with step_random_state(self.seed, step.number, rank()):
             inputs = [of_side for of_side, _, _ in unpacked]
-            sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
+            sides = embedded_sides(self, inputs, self._sharded, self._chunk_size_search, gradients.overlapped)
             if len(sides) == 1:
                 (side,) = sides
                 part = chunked_backward(
@@ -402,6 +399,17 @@ class RetrievalModule(ManualTraining):
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step({**terms, **step.weights}, step.images)
         return terms["train/loss"]
+
+    def _begin_first_step(self) -> None:
+        """Find out what the steps of a run share, and check the settings that do not work with several processes."""
+        self._sharded: ShardedParts | None = None
+        if sharded_modules(self):
+            self._sharded = ShardedParts(self)
+        check_processes(self)
+        self._dimensions = Dimensions()
+        self._equal_batches = EqualBatches(
+            first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+        )
 
     def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
         """The step of a batch, before its images are embedded. Gathers the labels and ids of all processes.

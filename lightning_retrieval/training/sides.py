@@ -211,7 +211,7 @@ class EmbeddedSide(NamedTuple):
 def embedded_sides(
     module: Any,
     inputs: Sequence[Tensor],
-    sharded: ShardedParts,
+    sharded: ShardedParts | None,
     searches: Mapping[Side, Any],
     last_backward: Callable[[], AbstractContextManager[None]],
 ) -> list[EmbeddedSide]:
@@ -220,14 +220,15 @@ def embedded_sides(
     Args:
         module: a `RetrievalModule`.
         inputs: the inputs of each side in this process.
-        sharded: the modules that are sharded over the processes.
+        sharded: the modules that are sharded over the processes; None if there are none.
         searches: the `ChunkSizeSearch` of each side.
         last_backward: returns a context for the last backward pass of the step, which completes all gradients.
     """
     candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
     if len(inputs) == 1:
         return [candidates._replace(last_backward=last_backward)]
-    if module.query_embedder is not None:  # the gradients of candidates are complete before those of queries
+    if module.query_embedder is not None and sharded is not None:
+        # The gradients of candidates are complete before those of queries.
         candidates = candidates._replace(last_backward=sharded.summed)
     left = max(module.keep_graphs - candidates.graphs, 0)
     queries = _embedded_side(module, "queries", inputs[0], left, sharded, searches)
@@ -235,7 +236,12 @@ def embedded_sides(
 
 
 def _embedded_side(
-    module: Any, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts, searches: Mapping[Side, Any]
+    module: Any,
+    side: Side,
+    inputs: Tensor,
+    keep_graphs: int,
+    sharded: ShardedParts | None,
+    searches: Mapping[Side, Any],
 ) -> EmbeddedSide:
     """How one side is embedded.
 
@@ -260,7 +266,9 @@ def _embedded_side(
             keep_graphs = 0
         chunk_size = searches[side].find(module, embed, inputs, max(keep_graphs, 1))
     chunk_size = min(chunk_size, len(inputs))
-    least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
+    least_chunks = 1
+    if sharded is not None:
+        least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
     return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
 
 
