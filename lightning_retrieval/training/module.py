@@ -424,9 +424,11 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs=inputs))
-        hash_of_batch = self._equal_batches.add(sides)
-        gathered = gather_labels(sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
-        self._equal_batches.compare(gathered)
+        gather = self.gather is not False
+        if self._equal_batches.is_done:
+            gathered = gather_labels(sides, gather=gather)
+        else:
+            gathered = self._equal_batches.gather_labels(sides, gather=gather)
         if self._is_first_step:
             check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
         return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)
