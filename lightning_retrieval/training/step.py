@@ -369,11 +369,16 @@ class TrainingStep:
     dimensions: Dimensions = field(default_factory=Dimensions)
     check_rows: Callable[[], None] | None = None
     number: int = field(init=False)  # the global step
+    # Whether each process computes the loss of its local queries only, instead of the loss of all queries.
+    divides_queries: bool = field(init=False)
     embeddings: list[Tensor] = field(init=False)  # the gathered embeddings of each side
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
     def __post_init__(self) -> None:
         self.number = self.module.global_step
+        self.divides_queries = False
+        if world_size() > 1 and self.module.gather is not False:
+            self.divides_queries = self.module.loss.splits_by_query(self.fraction)
 
     def loss(self, *embeddings: Tensor) -> Tensor:
         """Compute this process's contribution to the loss from its embeddings.
@@ -398,7 +403,7 @@ class TrainingStep:
                 terms_of_values.append(dict(loss.terms))
             value, terms = self._combined(values, terms_of_values)
         scale = 1.0  # so weighted, the values of all processes add up to the loss
-        if not self._divides_queries:
+        if not self.divides_queries:
             scale = 1 / world_size()
         self.terms = {f"train/loss/{name}": scale * term for name, term in terms.items()}
         part: Tensor = scale * value
@@ -451,23 +456,12 @@ class TrainingStep:
         return {f"train/weight/{name}": torch.tensor(weight) for name, weight in weights.items()}
 
     @property
-    def splits_by_query(self) -> bool:
-        """Whether the loss of this step is a sum over queries."""
-        splits: bool = self.module.loss.splits_by_query(self.fraction)
-        return splits
-
-    @property
     def images(self) -> int:
         """Number of rows of all processes and sides; without `gather`, processes must have batches of the same size."""
         rows = sum(map(len, self.rows))
         if self.module.gather is not False:
             return rows
         return rows * world_size()
-
-    @property
-    def _divides_queries(self) -> bool:
-        """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
-        return self.module.gather is not False and world_size() > 1 and self.splits_by_query
 
     def _check_counts(self, embeddings: Sequence[Tensor]) -> None:
         """Raise unless this process has one label for each embedding of a side."""
@@ -482,7 +476,7 @@ class TrainingStep:
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         module, dtype = self.module, GATHER_DTYPES[self.module.gather]
         return gather_embeddings(
-            embeddings, rows, gather=module.gather is not False, local_queries=self.splits_by_query, dtype=dtype
+            embeddings, rows, gather=module.gather is not False, local_queries=self.divides_queries, dtype=dtype
         )
 
     @contextmanager
@@ -552,7 +546,7 @@ class TrainingStep:
     def _ranked(self, side: int, queries: GlobalRows, references: Rows, ref_emb: Tensor | None) -> RankedBatch:
         """The batch in which the rows of a side are the queries of lists of these references."""
         local, lists = None, Lists(queries, references, self.module.relevance)
-        if self._divides_queries:
+        if self.divides_queries:
             begin = sum(queries.counts[: rank()])
             local = QueryRange(begin, begin + queries.counts[rank()], sum_over_ranks)
         return RankedBatch(self.embeddings[side], lists, ref_emb, local, self.fraction)
