@@ -395,30 +395,31 @@ class TrainingStep:
         # `step_random_state` gets rank 0, so that a loss draws the same random numbers on all processes.
         random_state = step_random_state(self.module.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
-            values, terms_of_values = [], []
-            for ranked in self._ranked_batches():
-                value: Any = loss.of_batch(ranked)
-                _check_scalar(value)
-                values.append(value)
-                terms_of_values.append(dict(loss.terms))
-            value, terms = self._combined(values, terms_of_values)
+            values: dict[str, Tensor] = {}
+            terms: dict[str, dict[str, Tensor]] = {}
+            for name, ranked in self._ranked_batches().items():
+                values[name] = loss.of_batch(ranked)
+                _check_scalar(values[name])
+                terms[name] = dict(loss.terms)
+            value, named = self._combined(values, terms)
         scale = 1.0  # so weighted, the values of all processes add up to the loss
         if not self.divides_queries:
             scale = 1 / world_size()
-        self.terms = {f"train/loss/{name}": scale * term for name, term in terms.items()}
-        part: Tensor = scale * value
-        return part
+        self.terms = {f"train/loss/{name}": scale * term for name, term in named.items()}
+        return scale * value
 
-    def _combined(self, values: list[Tensor], terms: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its terms by name, from the values of `_ranked_batches` and the terms of each value."""
-        forward, named = values[0], terms[0]
-        if self._has_second_term:
-            named = {**named, "batch": values[0].detach(), "memory": values[1].detach()}
-            forward = values[0] + self.module.memory.weight * values[1]
-        if self.module.sides.directions == "queries":
-            return forward, named
-        named = {**_named("forward", forward, named), **_named("reverse", values[-1], terms[-1])}
-        return (forward + values[-1]) / 2, named
+    def _combined(
+        self, values: Mapping[str, Tensor], terms: Mapping[str, dict[str, Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its terms by name, from the value and the terms of each of `_ranked_batches`."""
+        value, named = values["batch"], terms["batch"]
+        if "memory" in values:
+            named = {**named, "batch": value.detach(), "memory": values["memory"].detach()}
+            value = value + self.module.memory.weight * values["memory"]
+        if "reverse" in values:
+            named = {**_named("forward", value, named), **_named("reverse", values["reverse"], terms["reverse"])}
+            value = (value + values["reverse"]) / 2
+        return value, named
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
         """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
@@ -513,35 +514,34 @@ class TrainingStep:
                 cure=cure,
             ) from None
 
-    @property
-    def _has_second_term(self) -> bool:
-        """Whether a second loss ranks the memory at this step."""
-        memory = self.module.memory
-        return memory is not None and memory.started and memory.mode == "two_terms"
-
-    def _ranked_batches(self) -> list[RankedBatch]:
-        """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
+    def _ranked_batches(self) -> dict[str, RankedBatch]:
+        """What the loss ranks, by name: the batch, any second term with the memory, any reverse direction."""
         queries, candidates, ref_emb = self.rows[0], self.rows[-1], None
         if len(self.rows) > 1:  # the ids of queries are no ids of candidates
             queries, candidates = replace(queries, ids=None), replace(candidates, ids=None)
             ref_emb = self.embeddings[1]
-        batches = [self._ranked(0, queries, candidates, ref_emb)]
-        memory = self.module.memory
-        if memory is not None:
-            # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
-            rows, detach = self.rows[-1], memory.mode != "one_list"
-            with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
-            references = with_memory.lists.references
-            if len(self.rows) > 1:
-                references = Rows(references.labels)
-            ranked = self._ranked(0, queries, references, with_memory.ref_emb)
-            if self._has_second_term:
-                batches.append(ranked)
-            elif memory.started:
-                batches = [ranked]
+        batches = {"batch": self._ranked(0, queries, candidates, ref_emb)}
+        if self.module.memory is not None:
+            batches |= self._ranked_memory(queries)
         if self.module.sides.directions == "both":
-            batches.append(self._ranked(1, candidates, queries, self.embeddings[0]))
+            batches["reverse"] = self._ranked(1, candidates, queries, self.embeddings[0])
         return batches
+
+    def _ranked_memory(self, queries: GlobalRows) -> dict[str, RankedBatch]:
+        """The queries with the memory: as a second term, or in place of the batch; empty during the warm-up."""
+        memory, rows = self.module.memory, self.rows[-1]
+        # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
+        detach = memory.mode != "one_list"
+        with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
+        references = with_memory.lists.references
+        if len(self.rows) > 1:
+            references = Rows(references.labels)
+        ranked = self._ranked(0, queries, references, with_memory.ref_emb)
+        if not memory.started:
+            return {}
+        if memory.mode == "two_terms":
+            return {"memory": ranked}
+        return {"batch": ranked}
 
     def _ranked(self, side: int, queries: GlobalRows, references: Rows, ref_emb: Tensor | None) -> RankedBatch:
         """The batch in which the rows of a side are the queries of lists of these references."""
