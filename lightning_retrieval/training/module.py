@@ -393,12 +393,12 @@ class RetrievalModule(ManualTraining):
                 part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
-        terms = step.finish(part, gradients)
+        logged = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
-        self._log_step({**terms, **step.weights}, step.images)
-        return terms["train/loss"]
+        self._log_step(logged, step.images)
+        return logged["train/loss"]
 
     def _begin_first_step(self) -> None:
         """Find out what the steps of a run share, and check the settings that do not work with several processes."""

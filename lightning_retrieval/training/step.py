@@ -422,11 +422,15 @@ class TrainingStep:
         return value, named
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
-        """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
+        """Sum gradients, loss and terms over the processes.
 
         Args:
             part: the return value of `loss`, detached from its graph.
             gradients: the sum of the gradients of the step.
+
+        Returns:
+            The loss, its terms, and the weights of terms that change during training, by the names under which they are
+            logged, on the CPU.
 
         Raises:
             ValueError: if an embedding or the loss is not finite.
@@ -442,19 +446,16 @@ class TrainingStep:
             raise InvalidValue(rule, got=f"NaN or inf on another rank at step {self.number}")
         if not math.isfinite(totals[0]):
             raise InvalidValue(f"the loss is {totals[0].item()} at step {self.number}")
-        return dict(zip(terms, totals))
+        logged = dict(zip(terms, totals))
+        for name, weight in self.module.loss.scheduled_weights(self.fraction).items():
+            logged[f"train/weight/{name}"] = torch.tensor(weight)
+        return logged
 
     def remember(self) -> None:
         """Store the batch in the memory."""
         if self.module.memory is not None:
             rows = self.rows[-1]
             self.module.memory.update(self.embeddings[-1], rows.labels, rows.ids)
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of terms that change during training, on the CPU, by the names under which they are logged."""
-        weights = self.module.loss.scheduled_weights(self.fraction)
-        return {f"train/weight/{name}": torch.tensor(weight) for name, weight in weights.items()}
 
     @property
     def images(self) -> int:
