@@ -386,7 +386,14 @@ class RetrievalModule(ManualTraining):
             if len(sides) == 1:
                 (side,) = sides
                 part = chunked_backward(
-                    **side.arguments, loss=step.loss, backward=self.manual_backward, last_backward=side.last_backward
+                    side.embed,
+                    side.inputs,
+                    step.loss,
+                    side.chunk_size,
+                    keep_graphs=side.keep_graphs,
+                    least_chunks=side.least_chunks,
+                    backward=self.manual_backward,
+                    last_backward=side.last_backward,
                 )
             else:
                 queries, candidates = sides

@@ -189,23 +189,20 @@ class EmbeddedSide(NamedTuple):
             return self.chunks
         return 3 * self.chunks - self.graphs
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `EmbeddedChunks` and `chunked_backward`."""
-        return {
-            "embed": self.embed,
-            "inputs": self.inputs,
-            "chunk_size": self.chunk_size,
-            "keep_graphs": self.keep_graphs,
-            "least_chunks": self.least_chunks,
-        }
-
     def embedded(self) -> EmbeddedChunks:
         """Embed the inputs."""
-        if self.frozen is None:
-            return EmbeddedChunks(**self.arguments)
-        with evaluation_mode(self.frozen):
-            return EmbeddedChunks(**self.arguments, trained=False)
+        mode: AbstractContextManager[None] = nullcontext()
+        if self.frozen is not None:
+            mode = evaluation_mode(self.frozen)
+        with mode:
+            return EmbeddedChunks(
+                self.embed,
+                self.inputs,
+                self.chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=self.least_chunks,
+                trained=self.frozen is None,
+            )
 
 
 def embedded_sides(
