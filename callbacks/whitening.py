@@ -15,9 +15,9 @@ from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device, loader_list
 from lightning_retrieval.distributed import kept_integers, kept_rows, rank, world_size
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.sides import is_two_sided
 
 
 class LearnWhitening(Callback):

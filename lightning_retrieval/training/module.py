@@ -17,7 +17,7 @@ from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
-from lightning_retrieval.models.sides import Side, TwoSides, is_two_sided
+from lightning_retrieval.models.sides import Side, TwoSides
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
@@ -42,6 +42,7 @@ from lightning_retrieval.training.sides import (
     EmbeddedSide,
     Unpacked,
     embedded_sides,
+    is_two_sided,
     joined_rows,
     rows_of_side,
     two_sided_backward,

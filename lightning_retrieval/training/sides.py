@@ -13,9 +13,9 @@ from lightning_retrieval.checks import as_int64, check_tensor
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks, is_two_sided
+from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks
 from lightning_retrieval.ranking.labels import Role
-from lightning_retrieval.training.chunk_size import chunk_size_of
+from lightning_retrieval.training.chunk_size import ChunkSize
 from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
 from lightning_retrieval.training.full_sharding import ShardedParts
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
@@ -55,6 +55,11 @@ def _form_in_words(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{len(batch)} items"
     return type(batch).__name__
+
+
+def is_two_sided(batch: Any) -> bool:
+    """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
+    return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
 
 
 def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
@@ -254,7 +259,9 @@ def _embedded_side(
     if side == "queries":
         embed = module.forward_queries
     check_tensor("inputs", inputs, owner=type(module).__name__)
-    frozen = _frozen_network(module, side)
+    frozen = None
+    if module.query_embedder is not None:
+        frozen = _frozen_network(module, side)
     chunk_size = chunk_size_of(module.chunk_size, side)
     if chunk_size is None:
         return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=frozen)
@@ -269,14 +276,24 @@ def _embedded_side(
     return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
 
 
+def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
+    """The chunk size of one side.
+
+    Args:
+        chunk_size: the argument `chunk_size` of a module.
+        side: the side. A batch of one side has the chunk size of the candidates.
+    """
+    if isinstance(chunk_size, Mapping):
+        return chunk_size[side]
+    return chunk_size
+
+
 def _frozen_network(module: Any, side: Side) -> nn.Module | None:
-    """The network of a side if there are two networks and none of its parameters is trained, else None.
+    """One of two networks, that of a side, if none of its parameters is trained, else None.
 
     A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
     parameter is trained that belongs neither to the other network nor to the loss.
     """
-    if module.query_embedder is None:
-        return None
     networks: dict[Side, nn.Module] = {"candidates": module.embedder, "queries": module.query_embedder}
     network = networks.pop(side)
     if trainable_parameters(network):
