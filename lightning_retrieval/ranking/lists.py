@@ -216,7 +216,7 @@ class Lists:
             of_references = of_references[references]
         if self.label_rule is None:
             return self.rule.lists(queries, of_references)
-        relevant, candidate = self.label_rule.masks(queries, of_references)
+        relevant, candidate = self.label_rule.of_pairs(queries[:, None], of_references)
         if candidate is None:
             candidate = torch.ones_like(relevant, dtype=torch.bool)
         return relevant, candidate
