@@ -199,13 +199,17 @@ class CheckpointedModule(pl.LightningModule):
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
-    @pl.LightningModule.trainer.setter  # type: ignore[attr-defined, untyped-decorator]
-    def trainer(self, trainer: Any) -> None:
-        """Set the Trainer, which begins to verify checkpoints. No hook of a subclass can prevent this."""
+    def _set_trainer(self, trainer: Any) -> None:
         self._trainer = trainer
         if isinstance(trainer, pl.Trainer):
             self._verify_checkpoints()
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+
+    trainer: Any = property(
+        pl.LightningModule.trainer.fget,  # type: ignore[attr-defined]
+        _set_trainer,
+        doc="The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints.",
+    )
 
     def configure_callbacks(self) -> Any:
         """Replace wrappers of `torch.compile`."""
