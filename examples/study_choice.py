@@ -204,7 +204,7 @@ def follow_all(task: str, results: Mapping[str, Any], quick: bool) -> dict[str, 
 
 
 def best_of_half(progress: Progress, results: Mapping[str, Any]) -> float:
-    """Return the highest mAP of an entrant with half of the images; minus infinity before all of these runs are done."""
+    """Return the highest mAP of an entrant with half of the images; minus infinity before these runs are done."""
     most = max(setting.images for setting, _ in progress.runs.values())
     values = [-math.inf]
     for key, (setting, _) in progress.runs.items():
