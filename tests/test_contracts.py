@@ -143,6 +143,7 @@ TABLE = {
             "head_lr_factor": 10.0,
             "layer_decay": 0.5,
             "freeze_backbone_epochs": 1,
+            "loss_lr_factor": 10.0,
         }
     ),
     "FSDP2Strategy": Entry({"shard_size": 4}, not_attributes={"timeout": "Lightning keeps it as _timeout"}),

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 STEPS, CUT = 14, 7
+CLIPPED = Updates(gradient_clip_val=1.0, loss_lr_factor=4)
 START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 MODULES = 7  # five of the six convolutions, the head, and the rest
 CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
@@ -48,7 +49,7 @@ def ranked():
 
 def proxies():
     """A loss with parameters, which every process keeps whole."""
-    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "updates": Updates(gradient_clip_val=1.0)}
+    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "updates": CLIPPED}
 
 
 def begins():
