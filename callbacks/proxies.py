@@ -94,7 +94,7 @@ class ProxiesAtClassMeans(Callback):
         own = batches[rank() :: world_size()]
         # Layers may be collective operations, so each process embeds equally many batches; it drops what it repeats.
         padded = [*own, *batches[:1]][: math.ceil(len(batches) / world_size())]
-        loader = batches_of(dataset, [batch.tolist() for batch in padded], trainer.train_dataloader)
+        loader = batches_of(dataset, padded, trainer.train_dataloader)
         embed = functools.partial(_embedded_as_in_training, pl_module)
         with (
             RandomState().replayed(),  # whatever draws random numbers: on exit, all generators are as before
@@ -148,16 +148,19 @@ def _losses(pl_module: Any) -> list[nn.Module]:
 @contextmanager
 def _as_in_first_step(module: nn.Module) -> Iterator[None]:
     """Context of evaluation in which BatchNorm layers normalise as in training. On exit, they are as before."""
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
-    buffers = list(itertools.chain.from_iterable(norm.buffers() for norm in norms))
-    before = [buffer.clone() for buffer in buffers]
+    norms: list[nn.Module] = []
+    before: list[tuple[Tensor, Tensor]] = []
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and part.training:
+            norms.append(part)
+            before += [(buffer, buffer.clone()) for buffer in part.buffers()]
     try:
         with evaluation_mode(module):
             for norm in norms:
                 norm.training = True
             yield
     finally:
-        for buffer, value in zip(buffers, before):
+        for buffer, value in before:
             buffer.copy_(value)
 
 

@@ -58,7 +58,7 @@ def candidates_of(dataset: Any) -> range:
     return range(getattr(dataset, "num_queries", 0), len(dataset))
 
 
-def batches_of(dataset: Any, batches: Sequence[Sequence[int]], like: Any) -> DataLoader[Any]:
+def batches_of(dataset: Any, batches: Sequence[Int[Tensor, " image"]], like: Any) -> DataLoader[Any]:
     """Create a loader of the images at some indices, with the workers and the `collate_fn` of another loader.
 
     Args:
@@ -68,7 +68,7 @@ def batches_of(dataset: Any, batches: Sequence[Sequence[int]], like: Any) -> Dat
     """
     return DataLoader(
         dataset,
-        batch_sampler=batches,
+        batch_sampler=list(map(Tensor.tolist, batches)),
         num_workers=getattr(like, "num_workers", 0),
         collate_fn=getattr(like, "collate_fn", None),
         generator=torch.Generator(),  # its own generator leaves the global random state unchanged

@@ -111,7 +111,7 @@ class LearnWhitening(Callback):
         chosen = indices[0] + torch.arange(count) * len(indices) // count
         shard = chosen.tensor_split(world_size())[rank()]
         batches = shard.split(getattr(evaluation_loader, "batch_size", None) or 64)
-        loader = batches_of(dataset, [batch.tolist() for batch in batches], evaluation_loader)
+        loader = batches_of(dataset, batches, evaluation_loader)
         embed = functools.partial(pl_module.embed, whiten=False)
         pairs = list(embedded(trainer, pl_module, loader, embed, "Learning whitening"))
         rows, labels = map(torch.cat, zip(*pairs))

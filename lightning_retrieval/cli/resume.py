@@ -147,8 +147,11 @@ def _defaults(described: dict[str, Any]) -> dict[str, Any]:
     found, arguments = imported_object(str(described.get("class_path"))), described.get("init_args")
     if not isinstance(found, type) or not isinstance(arguments, dict):
         return {}
-    parameters = [each for each in constructor_parameters(found) if each.name in arguments]
-    return {each.name: each.default for each in parameters if isinstance(each.default, int | float | str)}
+    defaults = {}
+    for parameter in constructor_parameters(found):
+        if parameter.name in arguments and isinstance(parameter.default, int | float | str):
+            defaults[parameter.name] = parameter.default
+    return defaults
 
 
 def _section(config: str, name: str) -> list[str]:
