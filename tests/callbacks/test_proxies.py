@@ -207,18 +207,18 @@ def test_a_loss_of_a_user_gets_means_and_labels():
     torch.testing.assert_close(state["loss.loss.proxies"], centroids(points), check_dtype=False)
 
 
-@pytest.mark.parametrize("step", [1, 3], ids=["within an epoch", "after an epoch"])
-def test_a_resumed_run_keeps_its_proxies(tmp_path, step):
-    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(loss_of("ArcFaceLoss"), Points(3), ProxiesAtClassMeans(), saving, max_steps=3, enable_checkpointing=True)
-    checkpoint, start = tmp_path / f"step={step}.ckpt", Start()
+@pytest.mark.parametrize("saving", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}], ids=list)
+def test_a_resumed_run_keeps_its_proxies(tmp_path, saving):
+    """Within an epoch, where training goes on, and at its end, where the next one begins."""
+    loss, keep = loss_of("ArcFaceLoss"), ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **saving)
+    fit(loss, Points(3), ProxiesAtClassMeans(), keep, max_steps=-1, max_epochs=1, enable_checkpointing=True)
+    checkpoint, start = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns), Start()
     resumed = RetrievalModule(Network(), loss_of("ArcFaceLoss"), updates=Updates(loss_lr_factor=2))
-    run = quiet_trainer(max_steps=step + 1, limit_val_batches=0, logger=False, callbacks=[ProxiesAtClassMeans(), start])
+    run = quiet_trainer(max_epochs=2, limit_val_batches=0, logger=False, callbacks=[ProxiesAtClassMeans(), start])
     run.fit(resumed, datamodule=Data(Points(3)), ckpt_path=checkpoint)
-    assert run.global_step == step + 1
-    saved = torch.load(checkpoint, weights_only=True)["state_dict"]["loss.loss.W"]
-    assert torch.equal(start.state["loss.loss.W"], saved)
-    assert not torch.allclose(saved, centroids(Points(3)).T.float(), atol=1e-3)  # it has been trained
+    saved = torch.load(checkpoint, weights_only=True)
+    assert run.global_step > saved["global_step"] > 0
+    assert torch.equal(start.state["loss.loss.W"], saved["state_dict"]["loss.loss.W"])
 
 
 def test_a_limit_draws_as_many_images_of_each_class():
