@@ -182,9 +182,9 @@ class LoadedModel:
     about: dict[str, Any]
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Path, sha256: str) -> "LoadedModel":
-        """The model of an existing checkpoint with this digest."""
-        about = {"checkpoint": checkpoint.absolute().as_posix(), "checkpoint_sha256": sha256}
+    def of_checkpoint(cls, checkpoint: Path) -> "LoadedModel":
+        """The model of an existing checkpoint."""
+        about = {"checkpoint": checkpoint.absolute().as_posix(), "checkpoint_sha256": checkpoint_digest(checkpoint)}
         return cls(load_checkpoint(checkpoint), about)
 
     @classmethod
@@ -207,8 +207,7 @@ def load_model(given: Path | PretrainedBackbone) -> LoadedModel:
     """
     if isinstance(given, PretrainedBackbone):
         return LoadedModel.of_backbone(load_backbone(given))
-    checkpoint = find_checkpoint(given)
-    return LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+    return LoadedModel.of_checkpoint(find_checkpoint(given))
 
 
 def shown_model(about: Mapping[str, Any]) -> str:
@@ -232,13 +231,14 @@ def recorded_model(about: Mapping[str, Any], given: Path | PretrainedBackbone | 
     """
     if isinstance(given, PretrainedBackbone) or (given is None and BACKBONE in about):
         return _recorded_backbone(about, given, made=made)
-    if given is None:
-        given = Path(str(about.get("checkpoint")))
-        if not is_checkpoint(given):
-            rule = f"must be given, because the checkpoint that the {made} made with is no longer at {given}"
+    if given is not None:
+        checkpoint = find_checkpoint(given)
+    else:
+        checkpoint = Path(str(about.get("checkpoint")))
+        if not is_checkpoint(checkpoint):
+            rule = f"must be given, because the checkpoint that the {made} made with is no longer at {checkpoint}"
             raise MissingFile(rule, argument="checkpoint")
-    checkpoint = find_checkpoint(given)
-    loaded = LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+    loaded = LoadedModel.of_checkpoint(checkpoint)
     if loaded.about["checkpoint_sha256"] == about.get("checkpoint_sha256"):
         return loaded
     prepared = json.loads(json.dumps(loaded.module.preparation))  # in the form that `about` has in a file
