@@ -78,11 +78,6 @@ class ListedImages:
     labels: Sequence[str | None]
     names: Sequence[str] | None = None
 
-    @classmethod
-    def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
-        """A list of images without labels and boxes."""
-        return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
-
     @property
     def paths(self) -> Sequence[str]:
         """The paths of the images."""
@@ -165,7 +160,8 @@ def images_in_folder(folder: Path) -> ListedImages:
     if pictures and rank() == 0:
         shown = printable(shown_suffixes(pictures))
         print(f"Skipped {len(pictures):,} pictures that are not decoded: {shown}.", file=sys.stderr)
-    return ListedImages.of_paths(folder, found.paths)
+    count = len(found.paths)
+    return ListedImages(folder, ImageIndex(found.paths, [0] * count), [None] * count)
 
 
 @dataclass(frozen=True)
