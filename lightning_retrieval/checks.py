@@ -262,15 +262,15 @@ def _check_lengths(name: str, path: str, *, owner: str = "") -> None:
 
 def check_tensor(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
+    check_unmasked(name, value, owner=owner)
+    check_byte_order(name, value, owner=owner)
+    if isinstance(value, np.ndarray):
+        cure = ""
+        if value.dtype.kind in "biuf":
+            cure = "torch.from_numpy converts it"
+        raise InvalidType("must be a tensor", owner, name, got=f"a NumPy array of {value.dtype}", cure=cure)
     if not isinstance(value, Tensor):
-        check_unmasked(name, value, owner=owner)
-        check_byte_order(name, value, owner=owner)
-        got, cure = type(value).__name__, ""
-        if isinstance(value, np.ndarray):
-            got = f"a NumPy array of {value.dtype}"
-            if value.dtype.kind in "biuf":
-                cure = "torch.from_numpy converts it"
-        raise InvalidType("must be a tensor", owner, name, got=got, cure=cure)
+        raise InvalidType("must be a tensor", owner, name, got=type(value).__name__)
     if value.layout is not torch.strided:
         raise InvalidType(
             "must be a dense tensor", owner, name, got=f"the layout {value.layout}", cure="call to_dense()"
