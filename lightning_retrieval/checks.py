@@ -127,8 +127,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = LARGEST_
         raise InvalidValue(f"must be an integer >= {least}", owner, name, got=short_repr(value))
     if most is not None and value > most:
         raise InvalidValue(f"must be an integer from {least} to {most}", owner, name, got=short_repr(value))
-    plain: int = _plain(value)
-    return plain
+    return int(value)  # a number of NumPy becomes one of Python, because checkpoints cannot hold NumPy's types
 
 
 def check_auto(name: str, value: Any, least: int, *, owner: str = "") -> Any:
@@ -262,9 +261,9 @@ def _check_lengths(name: str, path: str, *, owner: str = "") -> None:
 
 def check_tensor(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
-    check_unmasked(name, value, owner=owner)
-    check_byte_order(name, value, owner=owner)
     if isinstance(value, np.ndarray):
+        check_unmasked(name, value, owner=owner)
+        check_byte_order(name, value, owner=owner)
         cure = ""
         if value.dtype.kind in "biuf":
             cure = "torch.from_numpy converts it"
