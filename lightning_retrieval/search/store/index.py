@@ -346,10 +346,12 @@ class RetrievalIndex:
         with owned_by(OWNER), self._lock.reading():
             names = conditions.checked_columns("columns", columns, self.column_kinds)
             similarities, ids = self._search(queries, request)
-            paths, values = self._table.found(ids.numpy().ravel(), names)
-            rows = range(0, len(paths), request.k)
-            of_queries = [paths[begin : begin + request.k] for begin in rows]
-            return similarities, ids, of_queries, [values[begin : begin + request.k] for begin in rows]
+            paths_of_all, metadata_of_all = self._table.found(ids.numpy().ravel(), names)
+            paths, metadata = [], []
+            for begin in range(0, len(paths_of_all), request.k):
+                paths.append(paths_of_all[begin : begin + request.k])
+                metadata.append(metadata_of_all[begin : begin + request.k])
+            return similarities, ids, paths, metadata
 
     def _request(self, k: int, where: str | None, group_by: str | None) -> Request:
         k = check_results(k, len(self))
