@@ -51,7 +51,7 @@ from lightning_retrieval.search.commands.of_backbone import (
     record_of_backbone,
     shown_backbone,
 )
-from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
+from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, print_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.rules import check_table_given
 from lightning_retrieval.search.shared_folder import RangeBatches
@@ -284,18 +284,6 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
         with suppress(ValueError):
             recorded = network_digest(load_checkpoint(file))
     return recorded is not None and recorded == about.get(NETWORK)
-
-
-def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
-    """Print a warning, in the first process, if the preparation of a model's images is a guess.
-
-    Args:
-        about: as for `warning_of_guess`.
-        made: as for `warning_of_guess`.
-    """
-    warning = warning_of_guess(about, made=made)
-    if warning is not None and rank() == 0:
-        print(warning, file=sys.stderr)
 
 
 def load_checkpoint(checkpoint: Path) -> Any:

@@ -20,10 +20,10 @@ from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
     UnreadableImage,
-    print_guess,
     recorded_model,
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
+from lightning_retrieval.search.commands.of_checkpoint import print_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
