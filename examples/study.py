@@ -49,9 +49,9 @@ from tqdm import tqdm
 PAGES = {
     "index.md": Page(INTRODUCTION, EXPERIMENTS),
     "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
-    "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}, lists_claims=False),
+    "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}, overview="numbers"),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
-    "pairs.md": Page(PAIRS_INTRODUCTION, pair_experiments({}), lists_claims=False),
+    "pairs.md": Page(PAIRS_INTRODUCTION, pair_experiments({}), overview="picture"),
 }
 NAMES = [name for page in PAGES.values() for name in page.experiments]
 

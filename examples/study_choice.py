@@ -17,10 +17,12 @@ What the page leaves open:
 - If several settings are at an end, each is changed alone. The values beyond the ends are in `study_entrants.py`.
 - Equal values are decided by the order in which they were tried.
 - When the setting is chosen, it is also trained with the seeds 1 and 2, for the mean of three seeds.
+- A peer that leaves a task after the runs with half of the images has the setting that was the best of these.
 """
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +33,7 @@ from typing import Any
 from results_file import append_result, read_results, write_results
 from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
 from study_decision import RANKING_SEEDS, decision, final_runs, finalists, held_out, leaves
-from study_entrants import ENTRANTS, LOG_RANK, Entrant, Own, Values
+from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from study_experiments import Setting
 from study_pairs import CHOICE_SEED, SCALES, TASKS
 from study_runs import Place
@@ -40,6 +42,8 @@ from tqdm import tqdm
 ORDER = ("head", "photographs", "glyphs", "emoji", "fine_tuning")  # of the tasks
 COMBINATIONS = 8  # of own settings that are tried with half of the images
 FULL_LENGTH = 4  # settings that are then trained with all images
+LEAVES_EARLY = 0.06  # a peer that is so far below log rank with half of the images leaves the task
+EARLY_TASKS = ("glyphs", "emoji", "fine_tuning")  # the others were complete before this rule was written
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,11 @@ class Trial:
 Value = Callable[[Trial], float]  # of a trial that was run
 
 
-def stages(entrant: Entrant, rates: Sequence[float], value: Value) -> Iterator[list[Trial]]:
+def stages(entrant: Entrant, rates: Sequence[float], value: Value, least: float) -> Iterator[list[Trial]]:
     """Yield the trials of one step after another, as they follow from the values of those before.
 
-    The last list holds the chosen values, with each of the seeds of the ranking.
+    The last list holds the chosen values, with each of the seeds of the ranking. If no trial with half of the images
+    has the least value, it holds the best of these.
     """
     combinations = list(entrant.combinations())
     first = []
@@ -71,6 +76,9 @@ def stages(entrant: Entrant, rates: Sequence[float], value: Value) -> Iterator[l
     tried = first + [trial for trial in second if trial not in first]
     best = sorted(tried, key=value, reverse=True)[:FULL_LENGTH]
     full = [replace(trial, full=True) for trial in best]
+    if value(best[0]) <= least:
+        yield [replace(full[0], seed=seed) for seed in RANKING_SEEDS]
+        return
     yield full
     ladders = [Ladder(own) for own in (own_rates(rates), *entrant.own)]
     while more := beyond(max(full, key=value), ladders):
@@ -130,7 +138,13 @@ class Progress:
 
 
 def follow(
-    entrant: Entrant, task: str, chosen: Mapping[str, Setting], results: Mapping[str, Any], quick: bool
+    entrant: Entrant,
+    task: str,
+    chosen: Mapping[str, Setting],
+    results: Mapping[str, Any],
+    quick: bool,
+    *,
+    least: float = -math.inf,
 ) -> Progress:
     """Return the progress of an entrant on a task.
 
@@ -140,6 +154,7 @@ def follow(
         chosen: the chosen settings of the peers that it needs.
         results: of the runs, by their keys.
         quick: whether the runs are shortened.
+        least: the mAP of its best run with half of the images below which it leaves.
     """
 
     def run_of(trial: Trial) -> Run:
@@ -156,7 +171,7 @@ def follow(
         return float(results[setting.key(seed)]["metrics"]["mAP"])
 
     progress = Progress()
-    for trials in stages(entrant, TASKS[task].rates, value):
+    for trials in stages(entrant, TASKS[task].rates, value, least):
         runs = {setting.key(seed): (setting, seed) for setting, seed in map(run_of, trials)}
         progress.runs |= runs
         progress.missing = {key: run for key, run in runs.items() if key not in results}
@@ -167,17 +182,35 @@ def follow(
 
 
 def follow_all(task: str, results: Mapping[str, Any], quick: bool) -> dict[str, Progress]:
-    """Return the progress of each entrant on a task; a candidate waits for the peers that it needs."""
+    """Return the progress of each entrant on a task; a candidate waits for the peers that it needs.
+
+    Log rank comes first, and decides which peers leave early. Those that candidates need do not.
+    """
     found: dict[str, Progress] = {}
     chosen: dict[str, Setting] = {}
+    needed = set().union(*(entrant.needs for entrant in ENTRANTS.values()))
+    least = -math.inf
     for name, entrant in ENTRANTS.items():
         found[name] = Progress()
         if entrant.needs <= chosen.keys():
-            found[name] = follow(entrant, task, chosen, results, quick)
+            may_leave = name in PEERS and name not in needed
+            found[name] = follow(entrant, task, chosen, results, quick, least=least if may_leave else -math.inf)
+        if name == LOG_RANK and task in EARLY_TASKS:
+            least = best_of_half(found[name], results) - LEAVES_EARLY
         setting = found[name].chosen
         if setting is not None:
             chosen[name] = setting
     return found
+
+
+def best_of_half(progress: Progress, results: Mapping[str, Any]) -> float:
+    """Return the highest mAP of an entrant with half of the images; minus infinity before these runs are done."""
+    most = max(setting.images for setting, _ in progress.runs.values())
+    values = [-math.inf]
+    for key, (setting, _) in progress.runs.items():
+        if setting.images < most:
+            values.append(float(results[key]["metrics"]["mAP"]))
+    return max(values)
 
 
 def run_task(task: str, results: dict[str, Any], options: argparse.Namespace) -> int:

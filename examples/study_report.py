@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from intervals import interval
 from matplotlib import colormaps
@@ -160,13 +160,15 @@ class Page:
 
     introduction: str
     experiments: Mapping[str, Experiment]  # by the names of their plots
-    lists_claims: bool = True  # at the top, as well as in the sections; else their number
+    overview: Literal["claims", "numbers", "picture"] = "claims"  # at the top: each claim, their number, or a plot
 
 
 NOT_COMPLETE = "not complete"
 
 Results = Mapping[str, Mapping[str, Any]]
 OverviewRow = tuple[str, str, str]  # experiment, the paper's finding, verdict
+Interval = tuple[float, float, float]  # mean, lower end, upper end
+Comparisons = dict[str, dict[str, Interval]]  # {what is trained: {metric and the two losses: interval}}
 
 
 def runs_of(experiments: Iterable[Experiment]) -> dict[str, tuple[Setting, int]]:
@@ -198,11 +200,20 @@ class Report:
             text, rows = self.section(name, experiment, file.parent)
             sections.append(text)
             overview += rows
-        table = table_of_numbers(overview)
-        if self.page.lists_claims:
-            table = table_of_claims(overview)
-        parts = [self.introduction(overview), "\n".join(table), *sections]
+        parts = [self.introduction(overview), self.summary(overview, file), *sections]
         write_file(file, "\n\n".join(parts) + "\n")
+
+    def summary(self, overview: Sequence[OverviewRow], file: Path) -> str:
+        """Return what the page shows of all its claims, and write the plot if it is one."""
+        if self.page.overview == "claims":
+            return "\n".join(table_of_claims(overview))
+        if self.page.overview == "picture":
+            comparisons = self.comparisons()
+            if comparisons:
+                picture = file.with_name(f"{file.stem}_comparisons.png")
+                write_file(picture, plot_comparisons(comparisons))
+                return f"![All comparisons of two losses]({picture.name})"
+        return "\n".join(table_of_numbers(overview))
 
     def introduction(self, overview: Sequence[OverviewRow]) -> str:
         """Return the first part of the page, with the totals."""
@@ -311,10 +322,30 @@ class Report:
         elif names_its_rows(finding):
             compared = metric
         claim = finding.paper
-        if self.page.lists_claims:
+        if self.page.overview == "claims":
             claim = re.sub(r" \(.*\)$", "", claim)  # its source is in the table of the claims
         line = f"- {claim}. Here, {compared} difference {difference(*values)}: **{verdict}**."
         return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False), verdict
+
+    def comparisons(self) -> "Comparisons":
+        """Return the intervals of the claims of each complete experiment without an axis, by what it trains.
+
+        If two experiments compare the same on the same task, the later one, with more seeds, is taken.
+        """
+        found: Comparisons = {}
+        for experiment in self.page.experiments.values():
+            if experiment.axis is not None or not experiment.findings or self.missing_runs(experiment):
+                continue
+            kind, task = experiment.title.split(": ")
+            column = task
+            if all(setting.trained_classes for setting in experiment.rows.values()):
+                column = f"{task}, {kind.lower()}"
+            for finding in experiment.findings:
+                rows = [experiment.rows[name] for name in (finding.one, finding.other)]
+                one, other = [self.values(experiment, row, finding.metric) for row in rows]
+                label = f"{finding.metric}: {finding.one} minus {finding.other}"
+                found.setdefault(column, {})[label] = interval([a - b for a, b in zip(one, other)])
+        return found
 
     def values(self, experiment: Experiment, setting: Setting, metric: str) -> list[float]:
         """Return the value of a metric for each seed."""
@@ -365,6 +396,37 @@ class Report:
             below.append(median - min(values))
             above.append(max(values) - median)
         return medians, below, above
+
+
+def plot_comparisons(comparisons: Comparisons) -> Figure:
+    """Plot the mean and the interval of each difference: a column for each task, a row for each pair of losses."""
+    labels = sorted({label: None for rows in comparisons.values() for label in rows}, key=metric_of_label)
+    figure = Figure(figsize=(4.2 + 1.5 * len(comparisons), 1.4 + 0.24 * len(labels)), dpi=100)
+    columns = figure.subplots(1, max(1, len(comparisons)), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (task, rows) in zip(columns, comparisons.items()):
+        for label, (mean, low, high) in rows.items():
+            color = "tab:gray"
+            if low > 0:
+                color = "tab:blue"
+            elif high < 0:
+                color = "tab:red"
+            axes.errorbar(mean, labels.index(label), xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=color)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_title(textwrap.fill(task, 19), fontsize=8)
+        axes.grid(axis="y", alpha=0.3)
+    columns[0].set_yticks(range(len(labels)), labels, fontsize=8)
+    columns[0].set_ylim(len(labels) - 0.5, -0.5)
+    text = (
+        "first loss minus second, with the 95 % interval, which is above 0 (blue), below 0 (red), or contains 0 (gray)"
+    )
+    figure.supxlabel(text, fontsize=9)
+    figure.set_layout_engine("constrained")
+    return figure
+
+
+def metric_of_label(label: str) -> int:
+    """Return the place of the metric of a row in the plot of comparisons."""
+    return ("mAP", "mAP@R", "R@1").index(label.split(":")[0])
 
 
 def table_of_claims(overview: Iterable[OverviewRow]) -> list[str]:

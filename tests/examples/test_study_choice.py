@@ -106,6 +106,32 @@ def test_learning_rates_beyond_an_end_are_tried(choice):
     assert [setting.lr for setting, _ in asked[19:-2]] == [0.016, 0.032]
 
 
+def test_a_peer_far_below_log_rank_leaves_after_half_of_the_images(choice):
+    """It is trained with all images only as it was best; the peers that candidates need, and candidates, stay."""
+
+    def value(setting):
+        of_log_rank = setting.loss in ("LogRankLoss", "SupConLoss")
+        return 0.5 + 0.2 * of_log_rank + 0.05 * (setting.lr == 0.004)
+
+    results = {}
+    while True:
+        progresses = choice.follow_all("emoji", results, False)
+        missing = [run for progress in progresses.values() for run in progress.missing.values()]
+        if not missing:
+            break
+        for setting, seed in missing:
+            results[setting.key(seed)] = {"metrics": {"mAP": value(setting)}}
+    whole = {}
+    for name, progress in progresses.items():
+        runs = list(progress.runs.values())
+        whole[name] = [(setting.lr, seed) for setting, seed in runs if setting.images == progress.chosen.images]
+    for name in ("triplets", "Circle", "ArcFace", "ProxyAnchor"):
+        assert whole[name] == [(0.004, 0), (0.004, 1), (0.004, 2)]
+        assert len(progresses[name].runs) == 15 + 3
+    for name in ("log rank", "supervised contrastive", "multi-similarity", "NormalizedSoftmax", "weighted log rank"):
+        assert len(whole[name]) >= 6
+
+
 @pytest.mark.parametrize("better", ["random", "class means"])
 def test_the_better_begin_of_proxies_is_taken(choice, better):
     entrant = choice.ENTRANTS["ArcFace"]
