@@ -104,8 +104,8 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        updates: clipping of gradients, and learning rates of parts of the network. None means `Updates()`, which
-            clips nothing and trains all parameters with the same learning rate.
+        updates: clipping of gradients, and learning rates of parts of the network and of the loss. None means
+            `Updates()`, which clips nothing and trains all parameters with the same learning rate.
         seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
             means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
@@ -310,6 +310,7 @@ class RetrievalModule(ManualTraining):
             layer_decay=self.updates.layer_decay,
             query_embedder=self.query_embedder,
             query_lr_factor=self.sides.query_lr_factor,
+            loss_lr_factor=self.updates.loss_lr_factor,
         )
 
     def configure_model(self) -> None:

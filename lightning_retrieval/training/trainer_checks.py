@@ -188,6 +188,7 @@ def warn_of_equal_rates(module: Any) -> None:
         "head_lr_factor": module.updates.head_lr_factor,
         "layer_decay": module.updates.layer_decay,
         "query_lr_factor": module.sides.query_lr_factor,
+        "loss_lr_factor": module.updates.loss_lr_factor,
     }
     factors = [f"{name}={factor}" for name, factor in rate_factors.items() if factor != 1]
     rates: set[float] = set()

@@ -163,6 +163,7 @@ CALLS = {
                 "head_lr_factor": 10.0,
                 "layer_decay": 0.5,
                 "freeze_backbone_epochs": 1,
+                "loss_lr_factor": 10.0,
             },
         )
     ],
