@@ -327,12 +327,12 @@ def check_float(name: str, value: Any, *, may_be_meta: bool = False, owner: str 
         raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
 
 
-def check_normalized(images: Tensor, *, owner: str = "") -> None:
-    """Raise unless a batch of images is floating point; images of uint8 have not been normalised."""
-    if images.dtype == torch.uint8:
+def check_normalized(images: Any, *, may_be_meta: bool = False, owner: str = "") -> None:
+    """Raise unless images are a tensor that `check_float` accepts; those of uint8 have not been normalised."""
+    if isinstance(images, Tensor) and images.dtype == torch.uint8:
         cure = "normalise them, as `Preparation.normalize` does"
         raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
-    check_float("images", images, may_be_meta=True, owner=owner)
+    check_float("images", images, may_be_meta=may_be_meta, owner=owner)
 
 
 def check_maps(name: str, value: Any, *, owner: str = "") -> None:
