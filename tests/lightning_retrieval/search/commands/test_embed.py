@@ -19,7 +19,7 @@ from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.commands import embed as embed_module
 from lightning_retrieval.search.commands.embed import embed_images
-from lightning_retrieval.search.commands.embedding import ImageEmbedder, ListedImages, load_checkpoint
+from lightning_retrieval.search.commands.embedding import ImageEmbedder, images_in_folder, load_checkpoint
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.search.commands.glyph_commands import (
@@ -292,7 +292,7 @@ def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, 
     write_image(tmp_path / "a.png", size=(50, 40))
     settings = {"transform": f"{__name__}.resize", "batch_size": 1, "num_workers": 0, "device": "cpu"}
     embedder = ImageEmbedder.load(glyphs[0] / "model.ckpt", **settings)
-    (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
+    (batch,) = embedder.embed(images_in_folder(tmp_path))
     with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
         wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
     assert torch.equal(batch.embeddings, wanted)
