@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the public names; type checkers export names imported `as` 
     from lightning_retrieval.callbacks.gallery import RetrievalGallery as RetrievalGallery
     from lightning_retrieval.callbacks.interrupt import CheckpointOnInterrupt as CheckpointOnInterrupt
     from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
+    from lightning_retrieval.callbacks.proxies import ProxiesAtClassMeans as ProxiesAtClassMeans
     from lightning_retrieval.callbacks.published import PublishedResults as PublishedResults
     from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger as RetrievalWandbLogger
     from lightning_retrieval.callbacks.whitening import LearnWhitening as LearnWhitening

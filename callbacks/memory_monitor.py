@@ -16,13 +16,13 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.models.sides import is_two_sided
 from lightning_retrieval.random_state import step_random_state
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.sides import is_two_sided
 
 DRIFT = "train/memory_drift"
 _STATE = ("images", "labels", "embeddings", "values", "interval", "measured")

@@ -1,21 +1,24 @@
 """The callback that learns the whitening of a module from training images."""
 
-import copy
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_retrieval.arguments import Several, checked
-from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
+from lightning_retrieval.backend import pl, rank_zero_warn
 from lightning_retrieval.callbacks.base import Callback
-from lightning_retrieval.callbacks.evaluation_sets import batches_on_device, loader_list
-from lightning_retrieval.distributed import kept_integers, kept_rows, rank, world_size
-from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.models.sides import is_two_sided
+from lightning_retrieval.callbacks.evaluation_sets import loader_list
+from lightning_retrieval.callbacks.training_images import (
+    batches_of,
+    candidates_of,
+    check_unsharded,
+    embedded,
+    training_images,
+)
+from lightning_retrieval.distributed import rank, world_size
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
 
@@ -64,14 +67,9 @@ class LearnWhitening(Callback):
     def __init__(self, images: Several = 20_000) -> None:
         self.images = checked(self, images=images)
 
+    @owned
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:
-            raise InvalidValue(
-                "the processes may embed unequal numbers of batches, for which ModelParallelStrategy would wait "
-                "forever",
-                "LearnWhitening",
-                cure="learn the whitening with Trainer(strategy='ddp') from a checkpoint",
-            )
+        check_unsharded(trainer)
         dim = _whitening(pl_module).dim
         if dim is not None and self.images <= dim:
             rule = f"must be larger than the whitening's dim, {dim}"
@@ -95,24 +93,28 @@ class LearnWhitening(Callback):
         if _whitening(pl_module).learned is None:
             rank_zero_warn("LearnWhitening: no whitening was learned, because the fit ended without a validation.")
 
+    @owned
     def _learn(self, trainer: pl.Trainer, pl_module: Any, loaders: Any) -> None:
         whitening = _whitening(pl_module)
         if whitening.learned is not None and trainer.state.fn != "fit":
             return
-        dataset = _training_images(trainer)
-        first = getattr(dataset, "num_queries", 0)  # only candidates are used of data with two sides
-        available = len(dataset) - first
-        count = min(self.images, available)
+        dataset = training_images(trainer)
+        indices = candidates_of(dataset)
+        count = min(self.images, len(indices))
         if count < world_size():
             rule = f"each of the {world_size()} processes needs at least one training image"
             raise InvalidValue(rule, "LearnWhitening", got=f"{count} images")
         if world_size() > 1:
             for buffer in pl_module.buffers():  # such as batch-norm statistics; DDP also sends them before evaluation
                 dist.broadcast(buffer, 0)
-        chosen = first + torch.arange(count) * available // count
+        evaluation_loader = loader_list(loaders)[0]
+        chosen = indices[0] + torch.arange(count) * len(indices) // count
         shard = chosen.tensor_split(world_size())[rank()]
-        loader = _create_loader(dataset, shard.tolist(), loader_list(loaders)[0])
-        rows, labels = _embed(trainer, pl_module, loader)
+        batches = shard.split(getattr(evaluation_loader, "batch_size", None) or 64)
+        loader = batches_of(dataset, batches, evaluation_loader)
+        embed = functools.partial(pl_module.embed, whiten=False)
+        pairs = list(embedded(trainer, pl_module, loader, embed, "Learning whitening"))
+        rows, labels = map(torch.cat, zip(*pairs))
         whitening.fit_over_processes(rows, labels)
 
 
@@ -122,63 +124,3 @@ def _whitening(pl_module: pl.LightningModule) -> Whitening:
         cure = "create it with one: RetrievalModule(..., whitening=PCAWhitening())"
         raise InvalidValue(f"{type(pl_module).__name__} has no whitening to learn", "LearnWhitening", cure=cure)
     return whitening
-
-
-def _training_images(trainer: pl.Trainer) -> Any:
-    """Return a copy of the training set that reads its images as in evaluation."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    dataset: Any = getattr(datamodule, "train_set", None)
-    if dataset is None:
-        dataset = getattr(trainer.train_dataloader, "dataset", None)
-    if not hasattr(dataset, "__len__"):
-        raise InvalidValue(
-            "the training images must be known, as the data module's `train_set` or, in a fit, as the "
-            "train_dataloader's dataset with a length",
-            "LearnWhitening",
-            got=type(dataset).__name__,
-            cure="pass the Trainer a RetrievalDataModule, or fit first",
-        )
-    if getattr(dataset, "two_sided", False):
-        return dataset.map_sides(lambda side, of_side: _as_evaluated(of_side, datamodule.modules[side]))
-    return _as_evaluated(dataset, datamodule)
-
-
-def _as_evaluated(dataset: Any, datamodule: Any) -> Any:
-    """Return a copy of a training set that reads its images as in evaluation."""
-    evaluated: Any = copy.copy(dataset)
-    if hasattr(datamodule, "eval_transform") and hasattr(evaluated, "transform"):
-        evaluated.transform = datamodule.eval_transform
-    if hasattr(evaluated, "augment"):
-        evaluated.augment = False
-    return evaluated
-
-
-def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> DataLoader[Any]:
-    """Create a data loader of the images at some indices with the settings of an evaluation loader."""
-    return DataLoader(
-        dataset,
-        batch_size=getattr(evaluation_loader, "batch_size", None) or 64,
-        sampler=indices,
-        num_workers=getattr(evaluation_loader, "num_workers", 0),
-        collate_fn=getattr(evaluation_loader, "collate_fn", None),
-        generator=torch.Generator(),  # its own generator leaves the global random state unchanged
-    )
-
-
-def _embed(
-    trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any
-) -> tuple[Float[Tensor, "row dim"], Int[Tensor, "row ..."]]:
-    """Return the embeddings of this process's images, in float32 or float64, and their labels."""
-    embeddings, labels = [], []
-    with trainer.precision_plugin.val_step_context():
-        for batch in batches_on_device(trainer, loader, "Learning whitening"):
-            if is_two_sided(batch):
-                batch = batch["candidates"]
-            images, labels_of_batch, _ = pl_module.unpack_batch(batch)
-            rows = pl_module.embed(images, whiten=False)
-            if isinstance(batch, dict) and "roles" in batch:
-                is_image = batch["roles"] > 0  # placeholders for unreadable images have role 0
-                rows, labels_of_batch = rows[is_image], labels_of_batch[is_image]
-            embeddings.append(kept_rows(rows.to(torch.promote_types(rows.dtype, torch.float32))))
-            labels.append(kept_integers(labels_of_batch))
-    return torch.cat(embeddings), torch.cat(labels)

@@ -77,9 +77,10 @@ class ClassFolders:
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
         """
-        check_no_splits(top, [folder.name for folder in list_folder(top).folders])
+        entries = list_folder(top)
+        check_no_splits(top, [folder.name for folder in entries.folders])
         if self.classes is None:
-            class_folders = self._list_class_folders(top)
+            class_folders = self._list_class_folders(entries)
             classes = self._read_class_folders(top, class_folders)
         else:
             class_folders = []
@@ -217,9 +218,8 @@ class ClassFolders:
                 stacklevel=3,
             )
 
-    def _list_class_folders(self, top: Path) -> list[Path]:
-        """Return the class folders, and record what is in the folders above them."""
-        entries = list_folder(top)
+    def _list_class_folders(self, entries: FolderEntries) -> list[Path]:
+        """Return the class folders below the top folder, which has these entries, and record what is above them."""
         class_folders = entries.folders
         higher: list[str] = []
         self._sort_files(entries, higher)

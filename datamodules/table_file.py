@@ -22,11 +22,11 @@ from lightning_retrieval.csv_rows import CSVError, CSVRow, csv_rows
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.datamodules.table_format import (
     COLUMNS,
-    IMAGE_FILE,
     OML_ROLES,
     OML_SPLITS,
     SIDES,
     TableFormat,
+    names_image_file,
     role_of_oml,
 )
 from lightning_retrieval.files import check_regular_file, is_system_error
@@ -802,6 +802,6 @@ def _missing_columns(header: Sequence[str], required: Sequence[str]) -> list[str
 
 def _check_no_row(path: Path, named: Sequence[str], table_format: TableFormat) -> None:
     """Raise if the column of the images has the name of an image file: the first line is then a row."""
-    if IMAGE_FILE.search(table_format.names.get("image", "")):
+    if names_image_file(table_format.names.get("image", "")):
         got = repr(table_format.delimiter.join(named))
         raise InvalidValue(f"line 1 of {path} must name the columns", got=got, cure=table_format.cure(named))

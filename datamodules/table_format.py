@@ -13,14 +13,15 @@ open-metric-learning:
 | `split`: `val` | `split`: `validation` |
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from lightning_retrieval.checks import check_string, short_repr
 from lightning_retrieval.first_checks import names_in_text
 from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.preparation.decoding import image_suffixes
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
@@ -33,7 +34,6 @@ DELIMITERS = (",", ";", "\t", "|")
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 
 ColumnNames = dict[str, str] | str | None
-IMAGE_FILE = re.compile(r"\.(?:jpe?g|png|webp|bmp|gif|tiff?|ppm)(?:\s|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,16 @@ class TableFormat:
         return "name columns that have other names with `columns`, such as image=path,label=class"
 
 
+def names_image_file(text: str) -> bool:
+    """Whether a word of a text is the name of an image file, so that a line with it names no columns."""
+    suffixes = image_suffixes()
+    return any(PurePath(word).suffix.lower() in suffixes for word in text.split())
+
+
 def _cure_of_lists(header: Sequence[str]) -> str:
     """What helps if the first line is a row, or its fields are separated by spaces; empty if neither is so."""
     is_spaced = len(header) == 1 and len(header[0].split()) > 1
-    has_no_names = any(map(IMAGE_FILE.search, header))
+    has_no_names = any(map(names_image_file, header))
     if is_spaced and not set(header[0]) & set(DELIMITERS):
         names = " and add a first line such as image,label" if has_no_names else ""
         return f"write commas in place of the spaces{names}"

@@ -127,8 +127,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = LARGEST_
         raise InvalidValue(f"must be an integer >= {least}", owner, name, got=short_repr(value))
     if most is not None and value > most:
         raise InvalidValue(f"must be an integer from {least} to {most}", owner, name, got=short_repr(value))
-    plain: int = _plain(value)
-    return plain
+    return int(value)  # a number of NumPy becomes one of Python, because checkpoints cannot hold NumPy's types
 
 
 def check_auto(name: str, value: Any, least: int, *, owner: str = "") -> Any:
@@ -262,9 +261,9 @@ def _check_lengths(name: str, path: str, *, owner: str = "") -> None:
 
 def check_tensor(name: str, value: Any, *, owner: str = "") -> None:
     """Raise unless `value` is a dense tensor with numbers (not on the meta device). The numbers are not read."""
-    check_unmasked(name, value, owner=owner)
-    check_byte_order(name, value, owner=owner)
     if isinstance(value, np.ndarray):
+        check_unmasked(name, value, owner=owner)
+        check_byte_order(name, value, owner=owner)
         cure = ""
         if value.dtype.kind in "biuf":
             cure = "torch.from_numpy converts it"
@@ -328,12 +327,12 @@ def check_float(name: str, value: Any, *, may_be_meta: bool = False, owner: str 
         raise InvalidType(f"must have one of the dtypes {listed}", owner, name, got=str(value.dtype))
 
 
-def check_normalized(images: Tensor, *, owner: str = "") -> None:
-    """Raise unless a batch of images is floating point; images of uint8 have not been normalised."""
-    if images.dtype == torch.uint8:
+def check_normalized(images: Any, *, may_be_meta: bool = False, owner: str = "") -> None:
+    """Raise unless images are a tensor that `check_float` accepts; those of uint8 have not been normalised."""
+    if isinstance(images, Tensor) and images.dtype == torch.uint8:
         cure = "normalise them, as `Preparation.normalize` does"
         raise InvalidType("must be floating point", owner, "images", got="torch.uint8", cure=cure)
-    check_float("images", images, may_be_meta=True, owner=owner)
+    check_float("images", images, may_be_meta=may_be_meta, owner=owner)
 
 
 def check_maps(name: str, value: Any, *, owner: str = "") -> None:

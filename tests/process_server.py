@@ -4,6 +4,7 @@ import gc
 import importlib
 import pkgutil
 
+import tests.fast_start
 import tests.one_lightning  # noqa: F401 - before anything imports Lightning
 
 OTHERS = ("faiss", "pytest", "pytorch_lightning", "pytorch_metric_learning.losses", "sklearn.metrics", "torchvision")
@@ -17,4 +18,5 @@ for package in PACKAGES:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 gc.collect()
+gc.enable()
 gc.freeze()  # so that the garbage collector of a forked process does not copy the memory of all that

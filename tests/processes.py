@@ -178,7 +178,7 @@ def wait_for(processes, timeout):
         codes = [started.exit_code for started in processes]
         if None not in codes or any(codes) or time.monotonic() > deadline:
             return codes
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def run_script(rank, world_size, script, arguments, folder, environment):

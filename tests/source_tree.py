@@ -27,6 +27,12 @@ def _trees_of(folder):
     return {file.relative_to(REPOSITORY).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
+@functools.cache
+def nodes(tree):
+    """All nodes of a syntax tree, which most tests ask for."""
+    return list(ast.walk(tree))
+
+
 def module_name(path):
     """The name by which a file of the library is imported."""
     folder, _, rest = path.partition("/")
@@ -35,7 +41,7 @@ def module_name(path):
 
 
 def import_statements(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in nodes(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def imported_names(node):
@@ -52,5 +58,5 @@ def called_name(call):
 
 def lines_that_call(tree, name):
     """Line numbers of the calls of a function or a method of this name."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(tree) if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if called_name(call) == name]

@@ -167,7 +167,7 @@ def test_the_manifest_of_an_index(tmp_path):
     def use(content):
         file.write_bytes(FORMAT.encode(content))
         index = RetrievalIndex.load(tmp_path / "index")
-        index.search_with_paths(vectors(2), index.request(1))
+        index.search_with_metadata(vectors(2), index.request(1))
 
     check(values, use, 400)
 

@@ -143,6 +143,7 @@ TABLE = {
             "head_lr_factor": 10.0,
             "layer_decay": 0.5,
             "freeze_backbone_epochs": 1,
+            "loss_lr_factor": 10.0,
         }
     ),
     "FSDP2Strategy": Entry({"shard_size": 4}, not_attributes={"timeout": "Lightning keeps it as _timeout"}),
@@ -237,6 +238,7 @@ TABLE = {
     ),
     # lightning_retrieval.callbacks
     "LearnWhitening": Entry({"images": 50}, without=STATELESS),
+    "ProxiesAtClassMeans": Entry({"images_per_class": 20}, without=STATELESS),
     "RetrievalEvaluation": Entry(
         {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3"), "dims": (2,)},
         not_resumed={"results": "the metrics of the last evaluation"},
@@ -705,11 +707,18 @@ class NoiseData(pl.LightningDataModule):
     val_dataloader = test_dataloader = train_dataloader
 
 
+class WithProxies(SmoothAPLoss):
+    """A loss that gets the means of classes."""
+
+    def begin_at(self, means, labels):
+        assert means.shape == (len(labels), 4)
+
+
 def run_training(callback, folder):
     """Two epochs with validation, and a test, with what the callbacks need: an evaluation, a whitening and a memory."""
     module = RetrievalModule(
         nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
-        SmoothAPLoss(),
+        WithProxies(),
         whitening=PCAWhitening(),
         memory=CrossBatchMemory(64),
     )

@@ -273,9 +273,10 @@ def test_an_earlier_run_of_the_command_line_is_continued(tmp_path, capsys, caplo
     assert arguments["sides"]["init_args"]["frozen_side"] == "candidates"
     (tmp_path / "present.yaml").write_text(printed)
     options = ["--config=present.yaml", "--run_folder=run", "--trainer.max_steps=2"]
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["fit", *options, "--model.memory.weight=0.25"])
-    assert re.search("must be the folder of a run of this model and data", capsys.readouterr().err)
+    for other in ("memory.weight=0.25", "updates.loss_lr_factor=2"):  # one of format 1, and one added since
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(["fit", *options, f"--model.{other}"])
+        assert re.search("must be the folder of a run of this model and data", capsys.readouterr().err)
     main(["fit", *options])
     assert "--run_folder: continuing from run/checkpoints/last.ckpt." in caplog.text
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 2

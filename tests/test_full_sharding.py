@@ -16,7 +16,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, SmoothAPLoss, Updates
-from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
+from lightning_retrieval.callbacks import MemoryMonitor, ProxiesAtClassMeans, RetrievalEvaluation
 from lightning_retrieval.checkpoints import is_sharded_checkpoint, read_checkpoint, torch_writes_shards
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import copies_of, full_tensor, is_sharded
@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 STEPS, CUT = 14, 7
+CLIPPED = Updates(gradient_clip_val=1.0, loss_lr_factor=4)
 START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 MODULES = 7  # five of the six convolutions, the head, and the rest
 CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
@@ -48,7 +49,7 @@ def ranked():
 
 def proxies():
     """A loss with parameters, which every process keeps whole."""
-    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "updates": Updates(gradient_clip_val=1.0)}
+    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "updates": CLIPPED}
 
 
 def begins():
@@ -122,6 +123,8 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
     monitors = []
     if scenario == "begins":
         monitors.append(MemoryMonitor(start_drift=START_DRIFT))
+    if scenario == "proxies":
+        monitors.append(ProxiesAtClassMeans(images_per_class=3))
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1, save_last=True)
     trainer = quiet_trainer(
         devices=world,

@@ -95,7 +95,7 @@ SCENARIOS = {
         "loss": SmoothAPLoss(),
         "memory": CrossBatchMemory(150, start_step=1, mode="one_list_detached"),
     },
-    "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
+    "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7, "updates": Updates(loss_lr_factor=4)},
     "third-party memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
     "mixed": lambda: {"loss": mixed()},
     "rounded": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11, "gather": "float16"},

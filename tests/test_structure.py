@@ -16,6 +16,7 @@ from tests.source_tree import (
     imported_names,
     lines_that_call,
     module_name,
+    nodes,
     syntax_trees,
 )
 
@@ -259,7 +260,7 @@ def test_image_files_are_opened_in_one_place():
     """Pillow starts programs for some formats, so only `open_image`, which names the formats, opens files."""
     opened = set()
     for path, tree in syntax_trees(*PACKAGES).items():
-        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [ast.unparse(node.func) for node in nodes(tree) if isinstance(node, ast.Call)]
         if "Image.open" in calls or "PIL.Image.open" in calls:
             opened.add(path)
     assert opened == {"lightning_retrieval/preparation/prepare.py"}
@@ -268,11 +269,9 @@ def test_image_files_are_opened_in_one_place():
 def changes_of_files(tree):
     """Uses of what renames, replaces or deletes a file: `Path.replace` takes one argument, and `str.replace` two."""
     names = {"os.rename", "os.renames", "os.replace", "os.remove", "os.unlink", "shutil.rmtree", "shutil.move"}
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in nodes(tree) if isinstance(node, ast.Attribute)]
     found = [node for node in attributes if node.attr == "unlink" or ast.unparse(node) in names]
-    for call in [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]:
+    for call in [node for node in nodes(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]:
         if call.func.attr in ("rename", "replace") and len(call.args) == 1 and not call.keywords:
             found.append(call)
     return found
@@ -302,7 +301,7 @@ def test_the_library_moves_no_tensor_to_a_device_of_its_choice():
 def test_the_tests_use_the_result_of_every_comparison():
     dropped = []
     for path, tree in syntax_trees("tests").items():
-        statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        statements = [node.value for node in nodes(tree) if isinstance(node, ast.Expr)]
         calls = [node for node in statements if isinstance(node, ast.Call)]
         names = ("allclose", "array_equal", "equal", "isclose")
         dropped += [f"{path}:{call.lineno}" for call in calls if called_name(call) in names]
@@ -327,5 +326,5 @@ def test_only_the_checks_take_an_owner():
     for path, tree in syntax_trees(*PACKAGES).items():
         if module_name(path).removeprefix("lightning_retrieval.") in MAY_TAKE_AN_OWNER:
             continue
-        found |= {f"{path}: {node.name}" for node in ast.walk(tree) if names_an_owner(node)}
+        found |= {f"{path}: {node.name}" for node in nodes(tree) if names_an_owner(node)}
     assert found == set()

@@ -177,9 +177,7 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.shrink import shrink
 
         return shrink(args)
-    parsing = import_module(f"{SEARCH_COMMANDS}.options")
-    options = parsing.parse(command, args)
-    names = [action.dest for action in parsing.make_parser(command)._actions]
+    options, names = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
     try:
         import_module("lightning_retrieval.search.rules").check_options(command, options)  # before torch is imported
     except EXPECTED_ERRORS as error:

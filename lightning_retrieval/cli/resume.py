@@ -15,6 +15,8 @@ from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 from lightning_retrieval.checkpoints import checkpoints_in, saved_at
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.plain_data import FORMAT, upgraded
+from lightning_retrieval.plain_data.describe import constructor_parameters
+from lightning_retrieval.plain_data.rules import imported_object
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # sections of a config that must be equal
@@ -116,7 +118,7 @@ def format_of_config(text: str) -> int:
 def _has_settings_of(saved: str, config: str) -> bool:
     """Whether a config that an earlier release may have saved has the present model and data.
 
-    Both have all arguments of their release. An argument that has been added since counts as None in the saved config.
+    Both have all arguments of their release. An argument that has been added since has its default in the saved config.
     """
     present = yaml.safe_load(config)
     try:
@@ -130,12 +132,26 @@ def _has_settings_of(saved: str, config: str) -> bool:
 
 
 def _agree(saved: Any, present: Any) -> bool:
-    """Whether a saved value is the present one. An entry that a saved dict lacks counts as None."""
+    """Whether a saved value is the present one. An argument that saved ones lack counts as its default or None."""
     if isinstance(saved, dict) and isinstance(present, dict):
+        if isinstance(saved.get("init_args"), dict):
+            saved = {**saved, "init_args": {**_defaults(present), **saved["init_args"]}}
         return saved.keys() <= present.keys() and all(_agree(saved.get(name), present[name]) for name in present)
     if isinstance(saved, list) and isinstance(present, list):
         return len(saved) == len(present) and all(map(_agree, saved, present))
     return bool(saved == present)
+
+
+def _defaults(described: dict[str, Any]) -> dict[str, Any]:
+    """The defaults, if they are numbers or strings, of the arguments that a config gives to a class."""
+    found, arguments = imported_object(str(described.get("class_path"))), described.get("init_args")
+    if not isinstance(found, type) or not isinstance(arguments, dict):
+        return {}
+    defaults = {}
+    for parameter in constructor_parameters(found):
+        if parameter.name in arguments and isinstance(parameter.default, int | float | str):
+            defaults[parameter.name] = parameter.default
+    return defaults
 
 
 def _section(config: str, name: str) -> list[str]:

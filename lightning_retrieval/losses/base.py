@@ -92,9 +92,7 @@ class RetrievalLoss(BatchLoss, ABC):
             lists = EmbeddingLists(
                 batch, include_self=self.include_self, self_is_positive=self.self_is_positive, graded=self.graded
             )
-            with torch.autocast(lists.device.type, enabled=False):
-                plan = self._plan(lists, batch.queries)
-                return self._reduced(self._function.apply(plan, *plan.inputs), plan)
+            return self._value(lists, batch.queries)
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise if the loss cannot follow this rule: it has levels of relevance, or weights classes that do not exist.
@@ -138,10 +136,7 @@ class RetrievalLoss(BatchLoss, ABC):
             cure = "call the loss with embeddings and labels, or set class_balanced=False"
             raise InvalidValue(rule, self.name, "class_balanced", cure=cure)
         with owned_by(self.name):
-            lists = ScoreLists(scores, relevant, candidate=candidate, graded=self.graded)
-            with torch.autocast(lists.device.type, enabled=False):
-                plan = self._plan(lists, None)
-                return self._reduced(self._function.apply(plan, *plan.inputs), plan)
+            return self._value(ScoreLists(scores, relevant, candidate=candidate, graded=self.graded))
 
     @owned
     def queries_without_value(self, batch: RankedBatch) -> int:
@@ -150,11 +145,17 @@ class RetrievalLoss(BatchLoss, ABC):
         positives = lists.count_positives()[1]
         return int((~self._has_value(positives)).sum())
 
-    @property
-    def _function(self) -> type[torch.autograd.Function]:
-        if self.reduction == "none":
-            return QueryValues
-        return WeightedMean
+    def _value(self, lists: RankedLists, queries: QueryRange | None = None) -> Float[Tensor, "..."]:
+        """The loss of ranked lists, reduced as `reduction` says; `queries` is as in `RankedBatch`."""
+        with torch.autocast(lists.device.type, enabled=False):
+            plan = self._plan(lists, queries)
+            if self.reduction == "none":
+                values: Tensor = QueryValues.apply(plan, *plan.inputs)
+                return values
+            mean: Tensor = WeightedMean.apply(plan, *plan.inputs)
+            if self.reduction == "sum":
+                return mean * plan.count
+            return mean
 
     def _plan(self, lists: RankedLists, queries: QueryRange | None) -> BlockPlan:
         """Which queries are computed, in which blocks, and with which weights."""
@@ -180,17 +181,12 @@ class RetrievalLoss(BatchLoss, ABC):
             formula=self._formula(lists, blocks, queries),
             lists=lists,
             blocks=blocks,
-            # For every reduction, these are the weights of the mean; `_reduced` scales the result afterwards. The
+            # For every reduction, these are the weights of the mean; `_value` scales the result afterwards. The
             # black-box losses need this order, because their gradient is not linear in the gradient that they receive.
             weights=weights / count,
             count=count,
             parameters=tuple(p for p in self.parameters() if p.requires_grad),
         )
-
-    def _reduced(self, result: Tensor, plan: BlockPlan) -> Tensor:
-        if self.reduction == "sum":
-            return result * plan.count
-        return result
 
     def _has_value(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
         """Which queries have a value."""
@@ -209,5 +205,5 @@ class RetrievalLoss(BatchLoss, ABC):
                 f"{self.name}: no row of the batch has a positive, so the loss is 0 and nothing is learned from it; "
                 "put images that are relevant to each other, with different ids, into each batch (PKSampler draws "
                 "several of each class).",
-                stacklevel=4,
+                stacklevel=5,
             )

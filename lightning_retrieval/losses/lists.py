@@ -26,7 +26,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import size_for, to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
-from lightning_retrieval.ranking.labels import as_levels, check_nesting
+from lightning_retrieval.ranking.labels import check_nesting
 from lightning_retrieval.ranking.lists import GivenLists, Lists
 from lightning_retrieval.ranking.relevance import SameLabel
 from lightning_retrieval.ranking.rows import Rows, normalize
@@ -195,10 +195,11 @@ class EmbeddingLists(RankedLists):
         check_batch(batch)
         _check_ids_of_both(batch.lists)
         check_lists(batch.lists)
-        self.lists, self.gallery = batch.lists, batch.lists.gallery
-        self.levels = tuple(range(1, batch.lists.levels + 1))
-        if not graded:
+        if graded:
+            self.lists, self.levels = batch.lists, tuple(range(1, batch.lists.levels + 1))
+        else:
             self.lists, self.levels = batch.lists.finest, (1,)
+        self.gallery = batch.lists.gallery
         self.in_batch = batch.ref_emb is None
         self._self_counts = {"include_self": include_self, "self_is_positive": self_is_positive}
 
@@ -290,7 +291,7 @@ def check_lists(lists: Lists) -> None:
         if not lists.in_batch:
             _check_ref_columns(lists)
     elif labels.ndim > 1 or ref_labels.ndim > 1:
-        _check_levels(as_levels(labels), as_levels(ref_labels))
+        _check_levels(lists.columns, lists.ref_columns)
     lists.is_checked = True
 
 

@@ -1,12 +1,18 @@
-"""Adapter that gives losses of other libraries the interface of this library's losses."""
+"""Adapter that gives losses of other libraries the interface of this library's losses, and what it knows of these.
 
+Losses with proxies learn a vector, or several, for each class of the training set.
+"""
+
+import warnings
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from lightning_retrieval.checks import check_finite, check_instance
-from lightning_retrieval.distributed import to_host
+from lightning_retrieval.distributed import rank, to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch, check_lists
@@ -43,6 +49,19 @@ CANNOT_TRAIN = {
     "ManifoldLoss": "it takes no labels",
     "VICRegLoss": "it takes no labels",
 }
+
+# The losses of pytorch-metric-learning that learn proxies: the name of the parameter that holds them, and the dimension
+# along which they are numbered. Several proxies of a class follow one another.
+PROXIES = {
+    "LargeMarginSoftmaxLoss": ("W", 1),  # the base class of ArcFaceLoss, CosFaceLoss and others
+    "NormalizedSoftmaxLoss": ("W", 1),
+    "P2SGradLoss": ("weight", 1),
+    "ProxyAnchorLoss": ("proxies", 0),
+    "ProxyNCALoss": ("proxies", 0),
+    "SoftTripleLoss": ("fc", 1),
+    "BaseProxyLoss": ("weight", 0),  # the base class of all of them in version 3
+}
+SPREAD = 0.1  # length of the random differences between several proxies of a class, which begin at a mean of length 1
 
 
 class ThirdPartyLoss(BatchLoss):
@@ -122,24 +141,13 @@ class ThirdPartyLoss(BatchLoss):
         check_batch(batch)
         check_lists(batch.lists)
         check_finite("embeddings", batch.embeddings)
-        self._check_classes("labels", batch.lists.columns[:, 0])
+        check_classes("labels", batch.lists.columns[:, 0], self.loss)
         if batch.ref_emb is None:
             return
         check_finite("ref_emb", batch.ref_emb)
         if self.terms_without_references:
             rule = "the loss cannot rank references without the query's own copy"
             raise InvalidType(rule, self.terms_without_references[0], cure=USE_OTHER_LOSS)
-
-    def _check_classes(self, name: str, labels: Tensor) -> None:
-        """Raise if a loss of pytorch-metric-learning has no weights for the class of a label."""
-        classes = _number_of_classes(self.loss)
-        if classes is None:
-            return
-        smallest, largest = map(int, to_host(torch.stack(labels.aminmax())))
-        if smallest < 0 or largest >= classes:
-            rule = f"must be from 0 to {classes - 1}, since the loss has num_classes={classes}"
-            cure = "number the classes of the training set 0, 1, ... and give the loss their number"
-            raise InvalidValue(rule, argument=name, got=f"{smallest} to {largest}", cure=cure)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """Raise a TypeError: a loss of another library needs embeddings and labels."""
@@ -179,11 +187,86 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
     return ThirdPartyLoss(loss)
 
 
+def check_classes(name: str, labels: Tensor, loss: nn.Module) -> None:
+    """Raise if a loss of pytorch-metric-learning has no weights for the class of a label.
+
+    Args:
+        name: the argument with the labels.
+        labels: one or more labels.
+        loss: any loss.
+    """
+    classes = _number_of_classes(loss)
+    if classes is None:
+        return
+    smallest, largest = map(int, to_host(torch.stack(labels.aminmax())))
+    if smallest < 0 or largest >= classes:
+        rule = f"must be from 0 to {classes - 1}, since the loss has num_classes={classes}"
+        cure = "number the classes of the training set 0, 1, ... and give the loss their number"
+        raise InvalidValue(rule, argument=name, got=f"{smallest} to {largest}", cure=cure)
+
+
 def has_proxies(loss: nn.Module) -> bool:
     """Whether this is a loss of pytorch-metric-learning that learns proxies: vectors of the embeddings' dimension."""
-    if not _is_of_pytorch_metric_learning(type(loss)):
-        return False
-    return any(parameter.ndim > 1 for parameter in loss.parameters())
+    return _proxies(loss) is not None
+
+
+def losses_that_begin(loss: nn.Module) -> list[nn.Module]:
+    """The parts of a loss whose proxies `begin_at` can set.
+
+    A part with a method `begin_at` is responsible for the parts in it.
+    """
+    if hasattr(loss, "begin_at") or has_proxies(loss):
+        return [loss]
+    found: list[nn.Module] = []
+    for part in loss.children():
+        found += losses_that_begin(part)
+    return found
+
+
+def begin_at(loss: Any, means: Float[Tensor, "classes dim"], labels: Int[Tensor, " classes"]) -> None:
+    """Set the proxies of some classes to their means; if a class has several, up to small random differences.
+
+    Args:
+        loss: a result of `losses_that_begin`; its method `begin_at(means, labels)` is called, if it has one.
+        means: one row of length 1 for each class.
+        labels: the label of each class.
+
+    Raises:
+        ValueError: if the loss has no proxies for a label, or proxies of another dimension.
+    """
+    if hasattr(loss, "begin_at"):
+        loss.begin_at(means, labels)
+        return
+    proxies: Any = _proxies(loss)
+    check_classes("labels", labels, loss)
+    if proxies.shape[1] != means.shape[1]:
+        rule = f"must be the dimension of the embeddings, {means.shape[1]}"
+        raise InvalidValue(rule, type(loss).__name__, "embedding_size", got=proxies.shape[1])
+    classes = _number_of_classes(loss)
+    of_class = proxies.detach().unflatten(0, (classes, -1))  # (class, proxy of a class, dim)
+    if len(labels) < len(of_class) and rank() == 0:
+        warnings.warn(
+            f"{type(loss).__name__}: {len(of_class) - len(labels)} of {classes} classes have no training image, so "
+            "their proxies do not begin at class means; give the loss the number of classes of the training set.",
+            stacklevel=2,
+        )
+    count = of_class.shape[1]
+    values = means[:, None].expand(-1, count, -1)
+    if count > 1:
+        differences = normalize(torch.randn(values.shape), dim=-1).to(means)
+        values = normalize(values + SPREAD * differences, dim=-1)
+    of_class[labels] = values.to(proxies)
+
+
+def _proxies(loss: nn.Module) -> Tensor | None:
+    """The proxies of a loss of pytorch-metric-learning, as rows in the memory of the parameter; None if it has none."""
+    for base in type(loss).__mro__:
+        if base.__name__ in PROXIES and _is_of_pytorch_metric_learning(base):
+            name, dimension = PROXIES[base.__name__]
+            if hasattr(loss, name):
+                proxies: Tensor = getattr(loss, name).movedim(dimension, 0)
+                return proxies
+    return None
 
 
 def original_loss(loss: nn.Module) -> nn.Module:
@@ -215,15 +298,15 @@ def _accepts_references(loss: nn.Module) -> bool:
 
 def _number_of_classes(loss: nn.Module) -> int | None:
     """The number of classes that a loss of pytorch-metric-learning has weights for; None if it takes any labels."""
-    if not _is_of_pytorch_metric_learning(type(loss)):
+    proxies = _proxies(loss)
+    if proxies is None and not _is_of_pytorch_metric_learning(type(loss)):
         return None
     number: int = getattr(loss, "num_classes", 0)
     if number:  # some losses set it to 0, to record it
         return number
-    for name, dim in (("proxies", 0), ("W", 1), ("beta", 0)):
-        weights = getattr(loss, name, None)
-        if isinstance(weights, Tensor) and weights.ndim > 0 and weights.shape[dim] > 1:
-            return weights.shape[dim]
+    for weights in (proxies, getattr(loss, "beta", None)):
+        if isinstance(weights, Tensor) and weights.ndim > 0 and len(weights) > 1:
+            return len(weights)
     return None
 
 

@@ -94,7 +94,9 @@ class UnitRows:
             chosen = rows[:0]
             if sum(sent.counts[number]) > 0:
                 chosen = _normalized(block)[sent.of_block(number) - number * block_rows]
-            rows[received.of_block(number)] = self._exchange(chosen, sent.counts[number], received.counts[number])
+            if self.shard.count > 1:
+                chosen = exchange_rows(chosen, sent.counts[number], received.counts[number], self.shard)
+            rows[received.of_block(number)] = chosen
         return rows
 
     def _sent(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
@@ -113,14 +115,6 @@ class UnitRows:
         sender = _section(wanted, self.counts)
         starts = torch.tensor([0, *accumulate(self.counts)], device=wanted.device)
         return _Transfers(*_by_block(wanted - starts[sender], sender, block_rows, blocks, len(sizes)))
-
-    def _exchange(
-        self, rows: Float[Tensor, "sent dim"], sent: Sequence[int], received: Sequence[int]
-    ) -> Float[Tensor, "received dim"]:
-        """Send rows to each process, and receive rows from each."""
-        if self.shard.count == 1:
-            return rows
-        return exchange_rows(rows, sent, received, self.shard)
 
 
 @dataclass(frozen=True)

@@ -295,14 +295,15 @@ class RetrievalMetrics(EmbeddingMetric):
     def _of_direction(self, collected: CollectedRows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The metrics of the gallery's ranking for each query, and the values of each query."""
         rows = merge_duplicates(collected)
-        values = self._query_values(rows)
-        of_all_dims = self._means(rows, values)
+        table = self._table(rows)
+        values = self._query_values(rows, table)
+        of_all_dims = self._means(table, values)
         results = dict(of_all_dims)
         for dim in self.dims:
             means = of_all_dims
             if dim < collected.embeddings[0].shape[1]:
                 shortened = merge_duplicates(collected.shortened(dim))
-                means = self._means(shortened, self._query_values(shortened))
+                means = self._means(table, self._query_values(shortened, table))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_first_label = rows.labels[:, 0] == rows.labels[0, 0]
         self.has_one_label = self.relevance is None and bool(is_first_label.all())
@@ -399,11 +400,11 @@ class RetrievalMetrics(EmbeddingMetric):
         check_dims_fit(self.dims, embeddings)
         super()._append(embeddings, *arguments)
 
-    def _means(self, rows: Images, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _means(self, table: Sequence[QueryMetric], values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means over the queries that have a value, by name. All metrics of a level have values for the same."""
         means = {}
         with_value: dict[int | None, Tensor] = {}  # by level: the host waits for each of these sizes
-        for metric in self._table(rows):
+        for metric in table:
             of_queries = values[metric.per_query]
             if metric.level not in with_value:
                 with_value[metric.level] = (~of_queries.isnan()).nonzero()[:, 0]
@@ -413,19 +414,20 @@ class RetrievalMetrics(EmbeddingMetric):
         return means
 
     def _table(self, rows: Images) -> list[QueryMetric]:
+        """The metrics of these rows, which have as many levels as their labels."""
         levels = rows.labels.shape[1]
         if self.relevance is not None:
             levels = 1
         return metrics_table(self.ks, self.map_ks, self.map_divisor, self._extra, alpha=self.alpha, levels=levels)
 
-    def _query_values(self, rows: Images) -> dict[str, Tensor]:
-        """The results of `per_query` for these rows."""
+    def _query_values(self, rows: Images, table: Sequence[QueryMetric]) -> dict[str, Tensor]:
+        """The results of `per_query` for these rows and metrics."""
         lists = self.ranking_input(rows)
         self._rule = lists.lists.rule
         if not lists.is_empty:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
-        return query_values(lists, self._table(rows))
+        return query_values(lists, table)
 
     def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
         """Warn that no query has a positive, and why."""
@@ -524,7 +526,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
         has_any_role = has_role(rows.columns["roles"], Role.BOTH)
         return rows.with_roles(has_any_role * int(Role.BOTH))  # each image is drawn into a gallery, or is a query
 
-    def _query_values(self, rows: Images) -> dict[str, Tensor]:
+    def _query_values(self, rows: Images, table: Sequence[QueryMetric]) -> dict[str, Tensor]:
         """The results of `per_query`, concatenated over the draws."""
         rows = rows.select(has_role(rows.columns["roles"], Role.BOTH))  # images with any role
         generator = torch.Generator().manual_seed(self.seed)
@@ -532,7 +534,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
         for _ in range(self.draws):
             in_gallery = draw_one_of_each(rows.labels[:, 0], generator)
             roles = torch.where(in_gallery, int(Role.GALLERY), int(Role.QUERY))
-            draws.append(super()._query_values(rows.with_roles(roles)))
+            draws.append(super()._query_values(rows.with_roles(roles), table))
         values = {}
         for name in draws[0]:
             values[name] = torch.cat([draw[name] for draw in draws])

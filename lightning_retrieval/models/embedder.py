@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, check_tensor, short_repr
+from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, short_repr
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
@@ -326,10 +326,8 @@ class Embedder(PretrainedModule):
 
     def _check_images(self, images: Tensor) -> None:
         """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
-        weight = next(self.parameters(), images)
-        if not weight.is_meta:  # with meta tensors, only the shapes of the embeddings matter
-            check_tensor("images", images, owner="Embedder")
-        check_normalized(images, owner="Embedder")
+        weight = next(self.parameters(), images)  # with meta tensors, only the shapes of the embeddings matter
+        check_normalized(images, may_be_meta=weight.is_meta, owner="Embedder")
         if images.ndim < 2:
             raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 

@@ -13,7 +13,6 @@ from lightning_retrieval.checks import (
     check_normalized,
     check_not_negative,
     check_positive,
-    check_tensor,
     short_repr,
 )
 from lightning_retrieval.invalid import InvalidValue, owned_by
@@ -77,11 +76,10 @@ def multi_scale(
     check_positive("p", p, least=0.1, most=10, owner="multi_scale")
     check_not_negative("eps", eps, most=1, owner="multi_scale")
     check_callable("embed", embed, owner="multi_scale")
-    check_tensor("images", images, owner="multi_scale")
+    check_normalized(images, owner="multi_scale")
     if images.ndim != 4:
         rule = "must have shape (batch, channels, height, width)"
         raise InvalidValue(rule, "multi_scale", "images", got=tuple(images.shape))
-    check_normalized(images, owner="multi_scale")
     unit_rows = []  # (batch, dim) each
     for scale in scales:
         embeddings = embed(_resized(images, scale))

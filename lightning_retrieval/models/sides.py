@@ -1,6 +1,5 @@
 """The two sides of a module: queries and candidates, such as texts and images, which two networks may embed."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -95,11 +94,6 @@ class TwoNetworks(TwoSides):
             self.query_lr_factor = check_positive("query_lr_factor", query_lr_factor)
             if frozen_side is not None:
                 self.frozen_side = check_choice("frozen_side", frozen_side, SIDES)
-
-
-def is_two_sided(batch: Any) -> bool:
-    """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
-    return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
 
 
 def side_of_module(module: Any, side: Side) -> ModuleSide:

@@ -43,7 +43,7 @@ class CurrentTransform:
         self.set(preparation, preparation.background)
 
     def set(self, transform: Transform, background: Any) -> None:
-        """Replace the transform.
+        """Replace the transform, and what `ImageSet` asks of it for each image.
 
         Args:
             transform: a function from an image to a tensor.
@@ -51,16 +51,8 @@ class CurrentTransform:
         """
         self.current = transform
         self.background = getattr(transform, "background", background)
-
-    @property
-    def takes_pixels(self) -> bool:
-        """Whether the current transform takes tensors of uint8 instead of PIL images."""
-        return getattr(self.current, "takes_pixels", False)
-
-    @property
-    def least_size(self) -> Size | None:
-        """The smallest height and width at which the current transform accepts JPEGs; None for the full scale."""
-        return getattr(self.current, "least_size", None)
+        self.takes_pixels: bool = getattr(transform, "takes_pixels", False)
+        self.least_size: Size | None = getattr(transform, "least_size", None)
 
     @property
     def to_uint8(self) -> Transform | None:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
@@ -60,7 +60,7 @@ class TrainingTransform:
         self.takes_pixels = takes_pixels
 
     def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
-        return self.normalize(self.to_uint8(image))
+        return self.preparation.normalize(self.to_uint8(image))
 
     def to_uint8(self, image: Image.Image | Tensor) -> Pixels:
         """The transformed image, not normalised.
@@ -107,14 +107,6 @@ class TrainingTransform:
     def background(self) -> str | Sequence[int]:
         """The colour behind transparent pixels, as in evaluation."""
         return self.preparation.background
-
-    def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
-        """Normalise images of uint8 as in evaluation.
-
-        Args:
-            images: one image or a batch.
-        """
-        return self.preparation.normalize(images)
 
     def __repr__(self) -> str:
         return f"TrainingTransform({self.transforms}, {self.preparation})"

@@ -82,13 +82,6 @@ def finest(labels: Int[Tensor, "row ..."]) -> Int[Tensor, " row"]:
     return labels[:, 0]
 
 
-def as_levels(labels: Int[Tensor, "row ..."]) -> Int[Tensor, "row level"]:
-    """The labels with a dimension of levels, which has size 1 for labels without levels."""
-    if labels.ndim == 1:
-        return labels[:, None]
-    return labels
-
-
 def check_nesting(labels: Int[Tensor, "row level"]) -> None:
     """Raise an error if a label occurs with two different labels of the next coarser level."""
     if labels.shape[1] == 1:

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
-from lightning_retrieval.ranking.labels import as_levels
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel, label_rule_of
 from lightning_retrieval.ranking.rows import Rows
 
@@ -53,6 +52,7 @@ class Lists:
             are the query itself and, if the references are the queries, the one at the query's own position.
 
     Attributes:
+        in_batch: whether the queries themselves are the references.
         label_rule: the rule, if relevant images share labels.
         counted: the number of positives of each query, on the device and on the host, by the settings of the losses
             that have read them.
@@ -79,14 +79,10 @@ class Lists:
         if rule is None:
             rule = SameLabel()
         self.queries, self.references, self.rule, self.self_index = queries, references, rule, self_index
+        self.in_batch = queries is references
         self.label_rule = label_rule_of(rule)
         self.counted: dict[object, tuple[Tensor, Tensor]] = {}
         self.is_checked = False
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether the queries themselves are the references."""
-        return self.queries is self.references
 
     @property
     def gallery(self) -> int:
@@ -101,14 +97,14 @@ class Lists:
     @cached_property
     def columns(self) -> Int[Tensor, "query column"]:
         """What the rule reads of the queries."""
-        return as_levels(self.queries.labels).long()
+        return _as_levels(self.queries.labels).long()
 
     @cached_property
     def ref_columns(self) -> Int[Tensor, "gallery column"]:
         """What the rule reads of the references."""
         if self.in_batch:
             return self.columns
-        return as_levels(self.references.labels).long()
+        return _as_levels(self.references.labels).long()
 
     @property
     def levels(self) -> int:
@@ -216,10 +212,17 @@ class Lists:
             of_references = of_references[references]
         if self.label_rule is None:
             return self.rule.lists(queries, of_references)
-        relevant, candidate = self.label_rule.masks(queries, of_references)
+        relevant, candidate = self.label_rule.of_pairs(queries[:, None], of_references)
         if candidate is None:
             candidate = torch.ones_like(relevant, dtype=torch.bool)
         return relevant, candidate
+
+
+def _as_levels(labels: Int[Tensor, "row ..."]) -> Int[Tensor, "row level"]:
+    """The labels with a dimension of levels, which has size 1 for labels without levels."""
+    if labels.ndim == 1:
+        return labels[:, None]
+    return labels
 
 
 def _chosen(values: Shaped[Tensor, "..."], references: Int[Tensor, " gallery"] | None) -> Shaped[Tensor, "..."]:

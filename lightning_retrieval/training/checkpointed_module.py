@@ -199,17 +199,17 @@ class CheckpointedModule(pl.LightningModule):
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
 
-    @property
-    def trainer(self) -> Any:
-        """The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints."""
-        return super().trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Any) -> None:
+    def _set_trainer(self, trainer: Any) -> None:
         self._trainer = trainer
         if isinstance(trainer, pl.Trainer):
             self._verify_checkpoints()
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+
+    trainer: Any = property(
+        pl.LightningModule.trainer.fget,  # type: ignore[attr-defined]
+        _set_trainer,
+        doc="The Trainer. When it is set, which no hook of a subclass can prevent, it begins to verify checkpoints.",
+    )
 
     def configure_callbacks(self) -> Any:
         """Replace wrappers of `torch.compile`."""

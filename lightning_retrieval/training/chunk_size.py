@@ -214,15 +214,3 @@ def _check_one_size(name: str, size: Any) -> ChunkSize:
         return None
     checked: int | Literal["auto"] = check_auto(name, size, least=1)
     return checked
-
-
-def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
-    """The chunk size of one side.
-
-    Args:
-        chunk_size: the argument `chunk_size` of a module.
-        side: the side. A batch of one side has the chunk size of the candidates.
-    """
-    if isinstance(chunk_size, Mapping):
-        return chunk_size[side]
-    return chunk_size

@@ -267,9 +267,7 @@ class EmbeddedChunks:
         for chunk in chunks:
             self._states.append(RandomState())
             with torch.no_grad(), self._statistics.collected(chunk.rows):
-                embeddings = self._embedded(chunk)
-                check_tensor("embed's result", embeddings, owner=_OWNER)
-                parts.append(kept_rows(embeddings))
+                parts.append(kept_rows(self._embedded(chunk)))
         if chunks:
             # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
             # gradient.
@@ -288,12 +286,13 @@ class EmbeddedChunks:
 
         Raises:
             ValueError: if the chunk has a single row, which BatchNorm in training mode does not take.
+            TypeError: if `embed` does not return a tensor.
         """
         inputs = chunk.inputs
         if self._is_compiled and inputs.storage_offset() > 0:
             inputs = inputs.clone()
         try:
-            return self._embed(inputs)
+            embeddings = self._embed(inputs)
         except ValueError as error:
             if _TOO_FEW_ROWS not in str(error):
                 raise
@@ -301,6 +300,8 @@ class EmbeddedChunks:
             if len(self._chunks) > 1:
                 rule, cure = "must take a chunk of one row", "take a `chunk_size` that leaves no such chunk"
             raise InvalidValue(rule, _OWNER, "embed", got=f"the error {first_line(error)}", cure=cure) from error
+        check_tensor("embed's result", embeddings, owner=_OWNER)
+        return embeddings
 
     def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Back-propagate the gradient of the embeddings, if there is one, through the chunks.
@@ -383,8 +384,6 @@ def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], Abstra
 
 def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
     """The embeddings of the whole batch, without a graph and without the chunks that do not count."""
-    for part in parts:
-        check_tensor("embed's result", part, owner=_OWNER)
     embeddings, *others = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
     if others:
         embeddings = torch.cat([embeddings, *others])

@@ -12,7 +12,7 @@ import torch
 
 from lightning_retrieval.distributed import rank, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.training.step import GlobalRows, LocalRows, are_integers
+from lightning_retrieval.training.step import GlobalRows, LocalRows, are_integers, gather_labels
 
 LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
 LEAST_LABELS = 3  # number of different labels from which the labels of batches are not equal by chance
@@ -34,23 +34,33 @@ class EqualBatches:
     """
 
     def __init__(self, drawn: Sequence[Sequence[int]] | None, *, may_repeat_labels: bool = False) -> None:
-        self._is_done = world_size() == 1
+        self.is_done = world_size() == 1  # whether all batches that must differ have been compared
         self._drawn = drawn
         self._may_repeat_labels = may_repeat_labels
         self._hash = 0  # hash of all batches of this process
         self._hash_of_labels = 0
         self._rows = [0] * world_size()  # number of rows that each process has had
 
-    def add(self, sides: Sequence[LocalRows]) -> int:
-        """Return a hash of the first global batches, or hashes of all batches and of all labels of this process.
-
-        The hashes are in one number, which is 0 if nothing is compared.
+    def gather_labels(self, sides: Sequence[LocalRows], *, gather: bool) -> list[GlobalRows]:
+        """Call `gather_labels` of `training/step.py` and compare the batches of the processes, in one collective.
 
         Args:
             sides: the rows of this process, for each side of a batch.
+            gather: as for `gather_labels`, which also raises errors.
+
+        Raises:
+            ValueError: on all processes, if two of them have the same ids or, without ids, the same labels and inputs;
+                if processes have drawn different global batches.
         """
-        if self._is_done:
-            return 0
+        gathered = gather_labels(sides, gather=gather, hash_of_batch=self._hash_after(sides))
+        self._compare(gathered)
+        return gathered
+
+    def _hash_after(self, sides: Sequence[LocalRows]) -> int:
+        """A hash of the first global batches, or hashes of all batches up to this one and of all labels, in one number.
+
+        It is 0 for a batch of another type, for which the gathering raises.
+        """
         if self._drawn is not None:
             return hash(tuple(map(tuple, self._drawn))) % 2**63
         if not all(map(are_integers, sides)):
@@ -60,20 +70,10 @@ class EqualBatches:
         of_batches, of_labels = self._hash % 2 ** (_BITS - 1), self._hash_of_labels % 2**_BITS
         return int(of_batches << _BITS | of_labels)
 
-    def compare(self, sides: Sequence[GlobalRows]) -> None:
-        """Raise on all processes if two of them have had the same batches, or parts of different global batches.
-
-        Args:
-            sides: for each side of a batch, its rows in all processes, gathered with the hash that `add` returned.
-
-        Raises:
-            ValueError: if two processes have the same ids or, without ids, the same labels and inputs; if processes
-                have drawn different global batches.
-        """
-        if self._is_done:
-            return
+    def _compare(self, sides: Sequence[GlobalRows]) -> None:
+        """Raise if two processes have had the same batches, or parts of different global batches."""
         if self._drawn is not None:
-            self._is_done = True
+            self.is_done = True
             _check_same_draws(sides[0].hashes)
             return
         for rows in sides:
@@ -82,8 +82,8 @@ class EqualBatches:
         equal = self._first_equal([hashes >> _BITS for hashes in sides[0].hashes])
         if equal is not None:
             raise _same_batches(*equal, self._rows[equal[1]], has_ids=has_ids)
-        self._is_done = min(self._rows) >= LEAST_ROWS
-        if not self._is_done or has_ids or self._may_repeat_labels:
+        self.is_done = min(self._rows) >= LEAST_ROWS
+        if not self.is_done or has_ids or self._may_repeat_labels:
             return
         equal = self._first_equal([hashes % 2**_BITS for hashes in sides[0].hashes])
         if equal is not None and len(torch.unique(sides[0].labels)) >= LEAST_LABELS and rank() == 0:

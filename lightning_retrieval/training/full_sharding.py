@@ -291,7 +291,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 
 class ShardedParts:
-    """The modules of a network that FSDP2 shards; the list is empty unless a `ModelParallelStrategy` shards them.
+    """The modules of a network that FSDP2 shards, in the steps of a run, which sum the gradients by themselves.
 
     Args:
         module: the module that is trained.
@@ -303,6 +303,11 @@ class ShardedParts:
             part.set_gradient_divide_factor(1.0)  # set for each module, because submodules do not inherit it
             part.set_force_sum_reduction_for_comms(True)  # gloo can only sum
             part.set_requires_gradient_sync(False, recurse=False)
+
+    def reshard(self) -> None:
+        """Shard the parameters again, which may still be gathered after an evaluation."""
+        for part in self.parts:
+            part.reshard()
 
     @contextmanager
     def summed(self) -> Iterator[None]:

@@ -335,14 +335,6 @@ class ManualTraining(OptimizedModule):
                 images_per_second = round(images_per_second)  # progress bars show more digits as 3.84e+3
             # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
             self.log("train/images/s", torch.tensor(float(images_per_second)), prog_bar=True)
-        self._log_wait()
-
-    def _log_wait(self) -> None:
-        """Log the part of the epoch's time in which the network waited for images: once, and when loggers write."""
-        wait, connector = self._loader_wait, self.trainer._logger_connector
-        if wait.fraction is not None and (not wait.is_logged or connector.should_update_logs):
-            wait.is_logged = True
-            self.log("train/loader_wait", torch.tensor(wait.fraction))
 
     def _log_again(self, name: str, value: Tensor) -> bool:
         """Log a value in the way in which an earlier step of the epoch has logged its name; False if none has.
@@ -424,9 +416,16 @@ class ManualTraining(OptimizedModule):
         _count_begun_epoch(self.trainer)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to measure for how long the network waits for the next images."""
+        """Log the part of the epoch's time in which the network waited for images: once, and when loggers write.
+
+        Then begin to measure for how long it waits for the next images.
+        """
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self._loader_wait.end(self.device)
+        wait, connector = self._loader_wait, self.trainer._logger_connector
+        if wait.fraction is not None and (not wait.is_logged or connector.should_update_logs):
+            wait.is_logged = True
+            self.log("train/loader_wait", torch.tensor(wait.fraction))
+        wait.end(self.device)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""

@@ -17,7 +17,7 @@ from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
-from lightning_retrieval.models.sides import Side, TwoSides, is_two_sided
+from lightning_retrieval.models.sides import Side, TwoSides
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
@@ -42,6 +42,7 @@ from lightning_retrieval.training.sides import (
     EmbeddedSide,
     Unpacked,
     embedded_sides,
+    is_two_sided,
     joined_rows,
     rows_of_side,
     two_sided_backward,
@@ -104,8 +105,8 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
-        updates: clipping of gradients, and learning rates of parts of the network. None means `Updates()`, which
-            clips nothing and trains all parameters with the same learning rate.
+        updates: clipping of gradients, and learning rates of parts of the network and of the loss. None means
+            `Updates()`, which clips nothing and trains all parameters with the same learning rate.
         seed: seed of the random numbers of a step (for example, dropout), which depend on (seed, step, rank). None
             means the seed of `seed_everything`, or 0 without such a seed.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
@@ -310,6 +311,7 @@ class RetrievalModule(ManualTraining):
             layer_decay=self.updates.layer_decay,
             query_embedder=self.query_embedder,
             query_lr_factor=self.sides.query_lr_factor,
+            loss_lr_factor=self.updates.loss_lr_factor,
         )
 
     def configure_model(self) -> None:
@@ -372,36 +374,51 @@ class RetrievalModule(ManualTraining):
             The loss of the global batch, without a graph, on the CPU.
         """
         batches, unpacked = unpack_sides(self, batch)
-        sharded = ShardedParts(self)
+        if self._is_first_step:
+            self._begin_first_step()
+        if self._sharded is not None:
+            self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
-        if self._is_first_step:
-            check_processes(self)
-            self._dimensions = Dimensions()
-            self._equal_batches = EqualBatches(
-                first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
-            )
         step = self._step_of(batches, unpacked)
-        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
+        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=self._sharded)
         with step_random_state(self.seed, step.number, rank()):
             inputs = [of_side for of_side, _, _ in unpacked]
-            sides = embedded_sides(self, inputs, sharded, self._chunk_size_search, gradients.overlapped)
+            sides = embedded_sides(self, inputs, self._sharded, self._chunk_size_search, gradients.overlapped)
             if len(sides) == 1:
                 (side,) = sides
                 part = chunked_backward(
-                    **side.arguments, loss=step.loss, backward=self.manual_backward, last_backward=side.last_backward
+                    side.embed,
+                    side.inputs,
+                    step.loss,
+                    side.chunk_size,
+                    keep_graphs=side.keep_graphs,
+                    least_chunks=side.least_chunks,
+                    backward=self.manual_backward,
+                    last_backward=side.last_backward,
                 )
             else:
                 queries, candidates = sides
                 part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)
         if self._is_first_step:
             self._finish_first_step(step, sides, batches)
-        terms = step.finish(part, gradients)
+        logged = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
-        self._log_step({**terms, **step.weights}, step.images)
-        return terms["train/loss"]
+        self._log_step(logged, step.images)
+        return logged["train/loss"]
+
+    def _begin_first_step(self) -> None:
+        """Find out what the steps of a run share, and check the settings that do not work with several processes."""
+        self._sharded: ShardedParts | None = None
+        if sharded_modules(self):
+            self._sharded = ShardedParts(self)
+        check_processes(self)
+        self._dimensions = Dimensions()
+        self._equal_batches = EqualBatches(
+            first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
+        )
 
     def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
         """The step of a batch, before its images are embedded. Gathers the labels and ids of all processes.
@@ -416,9 +433,11 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs=inputs))
-        hash_of_batch = self._equal_batches.add(sides)
-        gathered = gather_labels(sides, gather=self.gather is not False, hash_of_batch=hash_of_batch)
-        self._equal_batches.compare(gathered)
+        gather = self.gather is not False
+        if self._equal_batches.is_done:
+            gathered = gather_labels(sides, gather=gather)
+        else:
+            gathered = self._equal_batches.gather_labels(sides, gather=gather)
         if self._is_first_step:
             check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
         return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)

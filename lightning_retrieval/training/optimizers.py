@@ -7,7 +7,7 @@ et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from lightning_retrieval.checks import check_choice, check_integer, check_positi
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.combined import Schedule, WeightedSum
+from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import is_sharded, sharded_modules
 
@@ -29,6 +30,7 @@ FUSED_TYPES = (torch.float32, torch.float64)
 FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
 MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
+FACTORS = "`head_lr_factor`, `layer_decay`, `query_lr_factor` or `loss_lr_factor`"  # factors of learning rates
 PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
 
 
@@ -37,6 +39,9 @@ class Updates:
 
     `head_lr_factor`, `layer_decay` and `freeze_backbone_epochs` apply to `embedder` and, if there is one, to
     `query_embedder`, as far as these have a `backbone` or `head`.
+
+    In all else, the parameters of a loss are updated as those of the network: the optimizer's `weight_decay` applies to
+    them too, and the norm that is clipped includes their gradients.
 
     Args:
         gradient_clip_val: largest norm or value of gradients, > 0; None does not clip. In half precision, gradients are
@@ -47,6 +52,8 @@ class Updates:
         layer_decay: learning rate of each layer of the `backbone` of a network divided by that of the next layer, from
             0.01 to 1 (ELECTRA, BEiT: 0.65 to 0.9); the last layer has the base learning rate.
         freeze_backbone_epochs: number of epochs at the start in which the backbone is not trained, >= 0.
+        loss_lr_factor: learning rate of the loss's own parameters, such as proxies, divided by that of the network, > 0
+            (Proxy-Anchor, CVPR 2020: 100). If it is not 1, they are the last group of the optimizer.
 
     Raises:
         ValueError: if a number is out of its range, or `gradient_clip_algorithm` is neither.
@@ -71,6 +78,7 @@ class Updates:
         head_lr_factor: float = 1.0,
         layer_decay: float = 1.0,
         freeze_backbone_epochs: int = 0,
+        loss_lr_factor: float = 1.0,
     ) -> None:
         owner = type(self).__name__
         self.gradient_clip_val: float | None = None
@@ -84,6 +92,7 @@ class Updates:
         self.freeze_backbone_epochs = check_integer(
             "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
         )
+        self.loss_lr_factor = check_positive("loss_lr_factor", loss_lr_factor, owner=owner)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -200,6 +209,7 @@ def make_optimizer(
     layer_decay: float = 1.0,
     query_embedder: nn.Module | None = None,
     query_lr_factor: float = 1.0,
+    loss_lr_factor: float = 1.0,
     may_fuse: bool = True,
 ) -> tuple[Optimizer, list[float]]:
     """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
@@ -213,6 +223,8 @@ def make_optimizer(
         query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
             `backbone`, too, if it has them.
         query_lr_factor: learning rate of the second network divided by that of the first.
+        loss_lr_factor: learning rate of the parameters of the module's `loss` divided by that of the first network.
+            Parameters that a network shares belong to the network.
         may_fuse: whether the optimizer may update its parameters in one fused loop, if its settings leave that open.
 
     Returns:
@@ -220,20 +232,18 @@ def make_optimizer(
 
     Raises:
         ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, if
-            `layer_decay` is not 1 but there is no backbone, or if the optimizer has other groups than it was given.
+            `layer_decay` is not 1 but there is no backbone, if `loss_lr_factor` is not 1 but no parameter of the loss
+            is trainable, or if the optimizer has other groups than it was given.
     """
     networks = [(getattr(module, "embedder", module), head, 1.0)]
     if query_embedder is not None:
         networks.append((query_embedder, getattr(query_embedder, "head", None), query_lr_factor))
     if layer_decay != 1:
         check_backbone("layer_decay", [network for network, _, _ in networks])
-    places: dict[nn.Parameter, _Place] = {}
-    for number, (network, head_of_network, factor) in enumerate(networks):
-        for parameter, place in _places(network, head_of_network, layer_decay):
-            rate = factor
-            if place.part == HEAD:
-                rate *= head_lr_factor
-            places.setdefault(parameter, place._replace(network=number, factor=rate * place.factor))
+    places = _places_in(networks, head_lr_factor, layer_decay)
+    if loss_lr_factor != 1:
+        of_loss = _Place(network=len(networks), factor=loss_lr_factor)
+        places |= dict.fromkeys(_parameters_of_loss(module, loss_lr_factor, places), of_loss)
     groups: dict[_Place, list[nn.Parameter]] = {}
     for parameter in trainable_parameters(module):
         groups.setdefault(places.get(parameter, _Place()), []).append(parameter)
@@ -246,6 +256,16 @@ def make_optimizer(
     sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
     optimizer = _make_fused(make, sorted_groups, module) if may_fuse else make(sorted_groups)
     return optimizer, _multiply_rates(optimizer, places)
+
+
+def _parameters_of_loss(module: Any, loss_lr_factor: float, of_networks: Container[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that only the loss of a module trains; raises if the factor applies to none."""
+    parameters = [parameter for parameter in trainable_parameters(module.loss) if parameter not in of_networks]
+    if not parameters:
+        rule = f"is {loss_lr_factor}, but the loss has no parameter to train"
+        cure = "give a loss that learns proxies or a temperature, or keep the factor 1"
+        raise InvalidValue(rule, argument="loss_lr_factor", got=type(original_loss(module.loss)).__name__, cure=cure)
+    return parameters
 
 
 def _make_fused(make: Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
@@ -364,11 +384,11 @@ def _factor_of_group(group: dict[str, Any], places: dict[nn.Parameter, "_Place"]
     factors = {places.get(parameter, _Place()).factor for parameter in group["params"]}
     if len(factors) > 1:
         rule = "must keep parameters with different learning rates in different groups"
-        got = f"a group with the factors {sorted(factors)} of `head_lr_factor`, `layer_decay` and `query_lr_factor`"
+        got = f"a group with the factors {sorted(factors)} of {FACTORS}"
         cure = "pass the given groups on to the optimizer, or split them"
         raise InvalidValue(rule, argument="optimizer", got=got, cure=cure)
     if factors not in ({1.0}, set()) and group.get("lr") is None:
-        rule = "must have a learning rate if `head_lr_factor`, `layer_decay` or `query_lr_factor` is not 1"
+        rule = f"must have a learning rate if {FACTORS} is not 1"
         raise InvalidValue(rule, argument="optimizer", got=f"lr={group.get('lr')!r}", cure="give it `lr`")
     return next(iter(factors), 1.0)
 
@@ -380,6 +400,26 @@ class _Place(NamedTuple):
     part: int = REST
     layer: int = 0
     factor: float = 1.0
+
+
+def _places_in(
+    networks: Sequence[tuple[nn.Module, Any, float]], head_lr_factor: float, layer_decay: float
+) -> dict[nn.Parameter, _Place]:
+    """The place of each parameter of some networks.
+
+    Args:
+        networks: each with its last layers or None, and the factor of its learning rate.
+        head_lr_factor: as for `make_optimizer`.
+        layer_decay: as for `make_optimizer`.
+    """
+    places: dict[nn.Parameter, _Place] = {}
+    for number, (network, head, factor) in enumerate(networks):
+        for parameter, place in _places(network, head, layer_decay):
+            rate = factor
+            if place.part == HEAD:
+                rate *= head_lr_factor
+            places.setdefault(parameter, place._replace(network=number, factor=rate * place.factor))
+    return places
 
 
 def _places(network: nn.Module, head: Any, layer_decay: float) -> Iterator[tuple[nn.Parameter, _Place]]:
@@ -446,7 +486,7 @@ class GradientWatch:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._names: set[str] | None = None  # names of the parameters without a gradient so far
+        self._without: dict[str, nn.Parameter] = {}  # the parameters without a gradient so far, by name
 
     def see(self, module: nn.Module) -> None:
         """Look for gradients after a backward pass, without waiting for the device; after the first steps, call
@@ -457,12 +497,12 @@ class GradientWatch:
         """
         if self._steps >= FIRST_STEPS:
             return
+        if self._steps == 0:
+            self._without = _trained_now(module)
         self._steps += 1
-        later = _trained_later(module)
-        without = {name for name, value in trained_parameters(module) if value.grad is None and id(value) not in later}
-        if self._names is not None:
-            without &= self._names
-        self._names = without
+        for name, parameter in list(self._without.items()):
+            if parameter.grad is not None or not parameter.requires_grad:
+                del self._without[name]
         if self._steps == FIRST_STEPS:
             self.report(module)
 
@@ -472,9 +512,7 @@ class GradientWatch:
         Args:
             module: owner of the parameters; its class name is the prefix of the warning.
         """
-        without = self._names or set()
-        self._names = None
-        names = [name for name, _ in module.named_parameters() if name in without]
+        names, self._without = list(self._without), {}
         names = [name for name in names if name.rpartition(".")[2] not in PRETRAINING_ONLY]
         if names and rank() == 0:
             warnings.warn(
@@ -497,15 +535,15 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, value) for name, value in named if value.requires_grad and id(value) not in of_metrics]
 
 
-def _trained_later(module: nn.Module) -> set[int]:
-    """Identities of the parameters of terms whose weights change, which may have no gradient at first."""
-    found: set[int] = set()
+def _trained_now(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to train by name, without those of terms whose weights change, which may have no gradient yet."""
+    later: set[int] = set()
     for part in module.modules():
         if isinstance(part, WeightedSum):
             for name, weight in part.weights.items():
                 if isinstance(weight, Schedule):
-                    found.update(map(id, part.parts[name].parameters()))
-    return found
+                    later.update(map(id, part.parts[name].parameters()))
+    return {name: value for name, value in trained_parameters(module) if id(value) not in later}
 
 
 def _listed(names: Sequence[str]) -> str:

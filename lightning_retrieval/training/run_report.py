@@ -390,7 +390,7 @@ class _FirstStep:
             sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
             gather=self.module.gather is not False,
-            local_queries=self.step.splits_by_query,
+            local_queries=self.step.divides_queries,
             bytes_=embeddings.element_size(),
             gathered_bytes=(gather_dtype or embeddings.dtype).itemsize,
             weights=self._gathered_weights(),

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.optim.swa_utils import SWALR
 
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.training.optimizers import FACTORS
 
 WITH_RATES_OF_THEIR_OWN = (OneCycleLR, CyclicLR, SWALR, ReduceLROnPlateau)
 RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # keys of a parameter group
@@ -144,8 +145,7 @@ def _first_rates(make: Callable[[Optimizer], Any], optimizer: Optimizer, rates: 
 def _wrong_factors(name: str, rates: Sequence[float], factors: Sequence[float]) -> ValueError:
     wanted, came = (", ".join(map("{:.6g}".format, numbers)) for numbers in (factors, rates))
     return InvalidValue(
-        f"must keep the factors {wanted} between the learning rates of the parameter groups (`head_lr_factor`, "
-        "`layer_decay`, `query_lr_factor`)",
+        f"must keep the factors {wanted} between the learning rates of the parameter groups ({FACTORS})",
         argument="lr_scheduler",
         got=f"{name}, which sets {came}",
         cure="give it one number for all groups, a list with these factors, or use a scheduler that multiplies the "

@@ -13,9 +13,9 @@ from lightning_retrieval.checks import as_int64, check_tensor
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.retrieval_network import evaluation_mode
-from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks, is_two_sided
+from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks
 from lightning_retrieval.ranking.labels import Role
-from lightning_retrieval.training.chunk_size import chunk_size_of
+from lightning_retrieval.training.chunk_size import ChunkSize
 from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
 from lightning_retrieval.training.full_sharding import ShardedParts
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
@@ -55,6 +55,11 @@ def _form_in_words(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{len(batch)} items"
     return type(batch).__name__
+
+
+def is_two_sided(batch: Any) -> bool:
+    """Whether a batch is a dict of sides: `{"queries": batch, "candidates": batch}`, or one of them in evaluation."""
+    return isinstance(batch, Mapping) and len(batch) > 0 and batch.keys() <= set(SIDES)
 
 
 def unpack_sides(module: Any, batch: Any) -> tuple[list[Any], list[Unpacked]]:
@@ -189,29 +194,26 @@ class EmbeddedSide(NamedTuple):
             return self.chunks
         return 3 * self.chunks - self.graphs
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `EmbeddedChunks` and `chunked_backward`."""
-        return {
-            "embed": self.embed,
-            "inputs": self.inputs,
-            "chunk_size": self.chunk_size,
-            "keep_graphs": self.keep_graphs,
-            "least_chunks": self.least_chunks,
-        }
-
     def embedded(self) -> EmbeddedChunks:
         """Embed the inputs."""
-        if self.frozen is None:
-            return EmbeddedChunks(**self.arguments)
-        with evaluation_mode(self.frozen):
-            return EmbeddedChunks(**self.arguments, trained=False)
+        mode: AbstractContextManager[None] = nullcontext()
+        if self.frozen is not None:
+            mode = evaluation_mode(self.frozen)
+        with mode:
+            return EmbeddedChunks(
+                self.embed,
+                self.inputs,
+                self.chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=self.least_chunks,
+                trained=self.frozen is None,
+            )
 
 
 def embedded_sides(
     module: Any,
     inputs: Sequence[Tensor],
-    sharded: ShardedParts,
+    sharded: ShardedParts | None,
     searches: Mapping[Side, Any],
     last_backward: Callable[[], AbstractContextManager[None]],
 ) -> list[EmbeddedSide]:
@@ -220,14 +222,15 @@ def embedded_sides(
     Args:
         module: a `RetrievalModule`.
         inputs: the inputs of each side in this process.
-        sharded: the modules that are sharded over the processes.
+        sharded: the modules that are sharded over the processes; None if there are none.
         searches: the `ChunkSizeSearch` of each side.
         last_backward: returns a context for the last backward pass of the step, which completes all gradients.
     """
     candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
     if len(inputs) == 1:
         return [candidates._replace(last_backward=last_backward)]
-    if module.query_embedder is not None:  # the gradients of candidates are complete before those of queries
+    if module.query_embedder is not None and sharded is not None:
+        # The gradients of candidates are complete before those of queries.
         candidates = candidates._replace(last_backward=sharded.summed)
     left = max(module.keep_graphs - candidates.graphs, 0)
     queries = _embedded_side(module, "queries", inputs[0], left, sharded, searches)
@@ -235,7 +238,12 @@ def embedded_sides(
 
 
 def _embedded_side(
-    module: Any, side: Side, inputs: Tensor, keep_graphs: int, sharded: ShardedParts, searches: Mapping[Side, Any]
+    module: Any,
+    side: Side,
+    inputs: Tensor,
+    keep_graphs: int,
+    sharded: ShardedParts | None,
+    searches: Mapping[Side, Any],
 ) -> EmbeddedSide:
     """How one side is embedded.
 
@@ -251,7 +259,9 @@ def _embedded_side(
     if side == "queries":
         embed = module.forward_queries
     check_tensor("inputs", inputs, owner=type(module).__name__)
-    frozen = _frozen_network(module, side)
+    frozen = None
+    if module.query_embedder is not None:
+        frozen = _frozen_network(module, side)
     chunk_size = chunk_size_of(module.chunk_size, side)
     if chunk_size is None:
         return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=frozen)
@@ -260,18 +270,30 @@ def _embedded_side(
             keep_graphs = 0
         chunk_size = searches[side].find(module, embed, inputs, max(keep_graphs, 1))
     chunk_size = min(chunk_size, len(inputs))
-    least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
+    least_chunks = 1
+    if sharded is not None:
+        least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
     return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
 
 
+def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
+    """The chunk size of one side.
+
+    Args:
+        chunk_size: the argument `chunk_size` of a module.
+        side: the side. A batch of one side has the chunk size of the candidates.
+    """
+    if isinstance(chunk_size, Mapping):
+        return chunk_size[side]
+    return chunk_size
+
+
 def _frozen_network(module: Any, side: Side) -> nn.Module | None:
-    """The network of a side if there are two networks and none of its parameters is trained, else None.
+    """One of two networks, that of a side, if none of its parameters is trained, else None.
 
     A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
     parameter is trained that belongs neither to the other network nor to the loss.
     """
-    if module.query_embedder is None:
-        return None
     networks: dict[Side, nn.Module] = {"candidates": module.embedder, "queries": module.query_embedder}
     network = networks.pop(side)
     if trainable_parameters(network):

@@ -369,11 +369,16 @@ class TrainingStep:
     dimensions: Dimensions = field(default_factory=Dimensions)
     check_rows: Callable[[], None] | None = None
     number: int = field(init=False)  # the global step
+    # Whether each process computes the loss of its local queries only, instead of the loss of all queries.
+    divides_queries: bool = field(init=False)
     embeddings: list[Tensor] = field(init=False)  # the gathered embeddings of each side
     terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
     def __post_init__(self) -> None:
         self.number = self.module.global_step
+        self.divides_queries = False
+        if world_size() > 1 and self.module.gather is not False:
+            self.divides_queries = self.module.loss.splits_by_query(self.fraction)
 
     def loss(self, *embeddings: Tensor) -> Tensor:
         """Compute this process's contribution to the loss from its embeddings.
@@ -390,37 +395,42 @@ class TrainingStep:
         # `step_random_state` gets rank 0, so that a loss draws the same random numbers on all processes.
         random_state = step_random_state(self.module.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
-            values, terms_of_values = [], []
-            for ranked in self._ranked_batches():
-                value: Any = loss.of_batch(ranked)
-                _check_scalar(value)
-                values.append(value)
-                terms_of_values.append(dict(loss.terms))
-            value, terms = self._combined(values, terms_of_values)
+            values: dict[str, Tensor] = {}
+            terms: dict[str, dict[str, Tensor]] = {}
+            for name, ranked in self._ranked_batches().items():
+                values[name] = loss.of_batch(ranked)
+                _check_scalar(values[name])
+                terms[name] = dict(loss.terms)
+            value, named = self._combined(values, terms)
         scale = 1.0  # so weighted, the values of all processes add up to the loss
-        if not self._divides_queries:
+        if not self.divides_queries:
             scale = 1 / world_size()
-        self.terms = {f"train/loss/{name}": scale * term for name, term in terms.items()}
-        part: Tensor = scale * value
-        return part
+        self.terms = {f"train/loss/{name}": scale * term for name, term in named.items()}
+        return scale * value
 
-    def _combined(self, values: list[Tensor], terms: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its terms by name, from the values of `_ranked_batches` and the terms of each value."""
-        forward, named = values[0], terms[0]
-        if self._has_second_term:
-            named = {**named, "batch": values[0].detach(), "memory": values[1].detach()}
-            forward = values[0] + self.module.memory.weight * values[1]
-        if self.module.sides.directions == "queries":
-            return forward, named
-        named = {**_named("forward", forward, named), **_named("reverse", values[-1], terms[-1])}
-        return (forward + values[-1]) / 2, named
+    def _combined(
+        self, values: Mapping[str, Tensor], terms: Mapping[str, dict[str, Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its terms by name, from the value and the terms of each of `_ranked_batches`."""
+        value, named = values["batch"], terms["batch"]
+        if "memory" in values:
+            named = {**named, "batch": value.detach(), "memory": values["memory"].detach()}
+            value = value + self.module.memory.weight * values["memory"]
+        if "reverse" in values:
+            named = {**_named("forward", value, named), **_named("reverse", values["reverse"], terms["reverse"])}
+            value = (value + values["reverse"]) / 2
+        return value, named
 
     def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
-        """Sum gradients, loss and terms over the processes; return the loss and its terms, on the CPU.
+        """Sum gradients, loss and terms over the processes.
 
         Args:
             part: the return value of `loss`, detached from its graph.
             gradients: the sum of the gradients of the step.
+
+        Returns:
+            The loss, its terms, and the weights of terms that change during training, by the names under which they are
+            logged, on the CPU.
 
         Raises:
             ValueError: if an embedding or the loss is not finite.
@@ -436,7 +446,10 @@ class TrainingStep:
             raise InvalidValue(rule, got=f"NaN or inf on another rank at step {self.number}")
         if not math.isfinite(totals[0]):
             raise InvalidValue(f"the loss is {totals[0].item()} at step {self.number}")
-        return dict(zip(terms, totals))
+        logged = dict(zip(terms, totals))
+        for name, weight in self.module.loss.scheduled_weights(self.fraction).items():
+            logged[f"train/weight/{name}"] = torch.tensor(weight)
+        return logged
 
     def remember(self) -> None:
         """Store the batch in the memory."""
@@ -445,29 +458,12 @@ class TrainingStep:
             self.module.memory.update(self.embeddings[-1], rows.labels, rows.ids)
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of terms that change during training, on the CPU, by the names under which they are logged."""
-        weights = self.module.loss.scheduled_weights(self.fraction)
-        return {f"train/weight/{name}": torch.tensor(weight) for name, weight in weights.items()}
-
-    @property
-    def splits_by_query(self) -> bool:
-        """Whether the loss of this step is a sum over queries."""
-        splits: bool = self.module.loss.splits_by_query(self.fraction)
-        return splits
-
-    @property
     def images(self) -> int:
         """Number of rows of all processes and sides; without `gather`, processes must have batches of the same size."""
         rows = sum(map(len, self.rows))
         if self.module.gather is not False:
             return rows
         return rows * world_size()
-
-    @property
-    def _divides_queries(self) -> bool:
-        """Whether each process computes the loss of its local queries only, instead of the loss of all queries."""
-        return self.module.gather is not False and world_size() > 1 and self.splits_by_query
 
     def _check_counts(self, embeddings: Sequence[Tensor]) -> None:
         """Raise unless this process has one label for each embedding of a side."""
@@ -482,7 +478,7 @@ class TrainingStep:
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         module, dtype = self.module, GATHER_DTYPES[self.module.gather]
         return gather_embeddings(
-            embeddings, rows, gather=module.gather is not False, local_queries=self.splits_by_query, dtype=dtype
+            embeddings, rows, gather=module.gather is not False, local_queries=self.divides_queries, dtype=dtype
         )
 
     @contextmanager
@@ -519,40 +515,39 @@ class TrainingStep:
                 cure=cure,
             ) from None
 
-    @property
-    def _has_second_term(self) -> bool:
-        """Whether a second loss ranks the memory at this step."""
-        memory = self.module.memory
-        return memory is not None and memory.started and memory.mode == "two_terms"
-
-    def _ranked_batches(self) -> list[RankedBatch]:
-        """The batches whose losses are computed: the batch, any second term with the memory, any reverse direction."""
+    def _ranked_batches(self) -> dict[str, RankedBatch]:
+        """What the loss ranks, by name: the batch, any second term with the memory, any reverse direction."""
         queries, candidates, ref_emb = self.rows[0], self.rows[-1], None
         if len(self.rows) > 1:  # the ids of queries are no ids of candidates
             queries, candidates = replace(queries, ids=None), replace(candidates, ids=None)
             ref_emb = self.embeddings[1]
-        batches = [self._ranked(0, queries, candidates, ref_emb)]
-        memory = self.module.memory
-        if memory is not None:
-            # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
-            rows, detach = self.rows[-1], memory.mode != "one_list"
-            with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
-            references = with_memory.lists.references
-            if len(self.rows) > 1:
-                references = Rows(references.labels)
-            ranked = self._ranked(0, queries, references, with_memory.ref_emb)
-            if self._has_second_term:
-                batches.append(ranked)
-            elif memory.started:
-                batches = [ranked]
+        batches = {"batch": self._ranked(0, queries, candidates, ref_emb)}
+        if self.module.memory is not None:
+            batches |= self._ranked_memory(queries)
         if self.module.sides.directions == "both":
-            batches.append(self._ranked(1, candidates, queries, self.embeddings[0]))
+            batches["reverse"] = self._ranked(1, candidates, queries, self.embeddings[0])
         return batches
+
+    def _ranked_memory(self, queries: GlobalRows) -> dict[str, RankedBatch]:
+        """The queries with the memory: as a second term, or in place of the batch; empty during the warm-up."""
+        memory, rows = self.module.memory, self.rows[-1]
+        # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
+        detach = memory.mode != "one_list"
+        with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
+        references = with_memory.lists.references
+        if len(self.rows) > 1:
+            references = Rows(references.labels)
+        ranked = self._ranked(0, queries, references, with_memory.ref_emb)
+        if not memory.started:
+            return {}
+        if memory.mode == "two_terms":
+            return {"memory": ranked}
+        return {"batch": ranked}
 
     def _ranked(self, side: int, queries: GlobalRows, references: Rows, ref_emb: Tensor | None) -> RankedBatch:
         """The batch in which the rows of a side are the queries of lists of these references."""
         local, lists = None, Lists(queries, references, self.module.relevance)
-        if self._divides_queries:
+        if self.divides_queries:
             begin = sum(queries.counts[: rank()])
             local = QueryRange(begin, begin + queries.counts[rank()], sum_over_ranks)
         return RankedBatch(self.embeddings[side], lists, ref_emb, local, self.fraction)

@@ -44,9 +44,9 @@ from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.training.chunk_size import chunk_size_of
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.optimizers import trained_parameters
+from lightning_retrieval.training.sides import chunk_size_of
 from lightning_retrieval.training.step import GlobalRows
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
@@ -188,6 +188,7 @@ def warn_of_equal_rates(module: Any) -> None:
         "head_lr_factor": module.updates.head_lr_factor,
         "layer_decay": module.updates.layer_decay,
         "query_lr_factor": module.sides.query_lr_factor,
+        "loss_lr_factor": module.updates.loss_lr_factor,
     }
     factors = [f"{name}={factor}" for name, factor in rate_factors.items() if factor != 1]
     rates: set[float] = set()

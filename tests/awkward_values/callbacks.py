@@ -26,6 +26,7 @@ WITH_ALL_SETTINGS = (
     *("APMonitor", "CheckpointOnInterrupt", "DetectionPicture", "EmbeddingWriter", "LearnWhitening", "MemoryMonitor"),
     *(
         "PrecisionRecallCurve",
+        "ProxiesAtClassMeans",
         "ResumableCSVLogger",
         "PublishedResults",
         "RetrievalGallery",

@@ -64,7 +64,7 @@ class Call:
     def signed(self):
         return self.signature or self.function
 
-    @property
+    @functools.cached_property
     def parameters(self):
         """{name: default} of the parameters of the signature."""
         signed = self.signed

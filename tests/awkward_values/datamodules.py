@@ -58,6 +58,7 @@ from tests.datamodules.trees_more import (
 )
 
 LABELS = (0, 0, 1, 1, 2, 2, 2)
+SIDES = ("queries", "candidates")
 OF_BOXES = {"batch_size": 2, "eval_batch_size": 2, "num_workers": 0, "seed": 0, "pin_memory": False}
 
 
@@ -216,7 +217,9 @@ def three_files():
 def two_sides():
     of_batches = {"queries_per_class": 1, "classes_per_batch": 2, "samples_per_class": 2, "eval_batch_size": 4}
     of_loaders = {"num_workers": 0, "seed": 0, "pin_memory": None, "persistent_workers": None}
-    return {"queries": Glyphs(), "candidates": Glyphs(), **of_batches, **of_loaders}
+    names = [f"class {number}" for number in range(4)]
+    sides = {name: ImageFolder(folder(name, lambda root: write_folders(root, names)), **QUICK) for name in SIDES}
+    return {**sides, **of_batches, **of_loaders}
 
 
 def first_pair(data):

@@ -621,6 +621,8 @@ def test_names_of_columns_may_be_pairs_in_a_text(tmp_path, columns):
     [
         ("7,a.jpg\n7,b.jpg\n", None, r"line 1 is a row, so add a line of names above it, such as image,label\.$"),
         ("7,a.jpg\n7,b.jpg\n", {"image": "a.jpg", "label": "7"}, r"got '7,a\.jpg'; line 1 is a row, so add a line"),
+        ("7,a.JFIF\n7,b.JFIF\n", None, r"line 1 is a row, so add a line of names above it, such as image,label\.$"),
+        ("0/a.jp2 0\n0/b.jp2 0\n", None, r"write commas in place of the spaces and add a first line such as"),
         ("0/a_01_0.jpg 0\n0/b_05_1.jpg 0\n", None, r"write commas in place of the spaces and add a first line such as"),
         (
             "image_id class_id path\n1 1 a.jpg\n",

@@ -26,11 +26,11 @@ from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.embedding import (
     LoadedModel,
     UnreadableImage,
-    print_guess,
     recorded_model,
     shown_model,
 )
 from lightning_retrieval.search.commands.index import read_image_rows
+from lightning_retrieval.search.commands.of_checkpoint import print_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
 from lightning_retrieval.search.rules import check_new_file, check_table_given, loss_arguments

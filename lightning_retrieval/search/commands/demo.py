@@ -366,7 +366,8 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
     """
     generator = np.random.default_rng()
     directions = generator.standard_normal((DRAWS, index.dim), dtype=np.float32)
-    _, _, nearest = index.search_with_paths(torch.from_numpy(directions), index.request(min(DRAWN_FROM, len(index))))
+    request = index.request(min(DRAWN_FROM, len(index)))
+    _, _, nearest, _ = index.search_with_metadata(torch.from_numpy(directions), request, [])
     pictures: dict[str, Image.Image] = {}
     for row in nearest:
         found = [path for path in row if path]  # an approximate index may find fewer

@@ -51,7 +51,7 @@ from lightning_retrieval.search.commands.of_backbone import (
     record_of_backbone,
     shown_backbone,
 )
-from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, warning_of_guess
+from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, print_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.rules import check_table_given
 from lightning_retrieval.search.shared_folder import RangeBatches
@@ -77,11 +77,6 @@ class ListedImages:
     index: ImageIndex
     labels: Sequence[str | None]
     names: Sequence[str] | None = None
-
-    @classmethod
-    def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
-        """A list of images without labels and boxes."""
-        return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
 
     @property
     def paths(self) -> Sequence[str]:
@@ -165,7 +160,8 @@ def images_in_folder(folder: Path) -> ListedImages:
     if pictures and rank() == 0:
         shown = printable(shown_suffixes(pictures))
         print(f"Skipped {len(pictures):,} pictures that are not decoded: {shown}.", file=sys.stderr)
-    return ListedImages.of_paths(folder, found.paths)
+    count = len(found.paths)
+    return ListedImages(folder, ImageIndex(found.paths, [0] * count), [None] * count)
 
 
 @dataclass(frozen=True)
@@ -182,9 +178,9 @@ class LoadedModel:
     about: dict[str, Any]
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Path, sha256: str) -> "LoadedModel":
-        """The model of an existing checkpoint with this digest."""
-        about = {"checkpoint": checkpoint.absolute().as_posix(), "checkpoint_sha256": sha256}
+    def of_checkpoint(cls, checkpoint: Path) -> "LoadedModel":
+        """The model of an existing checkpoint."""
+        about = {"checkpoint": checkpoint.absolute().as_posix(), "checkpoint_sha256": checkpoint_digest(checkpoint)}
         return cls(load_checkpoint(checkpoint), about)
 
     @classmethod
@@ -207,8 +203,7 @@ def load_model(given: Path | PretrainedBackbone) -> LoadedModel:
     """
     if isinstance(given, PretrainedBackbone):
         return LoadedModel.of_backbone(load_backbone(given))
-    checkpoint = find_checkpoint(given)
-    return LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+    return LoadedModel.of_checkpoint(find_checkpoint(given))
 
 
 def shown_model(about: Mapping[str, Any]) -> str:
@@ -232,13 +227,14 @@ def recorded_model(about: Mapping[str, Any], given: Path | PretrainedBackbone | 
     """
     if isinstance(given, PretrainedBackbone) or (given is None and BACKBONE in about):
         return _recorded_backbone(about, given, made=made)
-    if given is None:
-        given = Path(str(about.get("checkpoint")))
-        if not is_checkpoint(given):
-            rule = f"must be given, because the checkpoint that the {made} made with is no longer at {given}"
+    if given is not None:
+        checkpoint = find_checkpoint(given)
+    else:
+        checkpoint = Path(str(about.get("checkpoint")))
+        if not is_checkpoint(checkpoint):
+            rule = f"must be given, because the checkpoint that the {made} made with is no longer at {checkpoint}"
             raise MissingFile(rule, argument="checkpoint")
-    checkpoint = find_checkpoint(given)
-    loaded = LoadedModel.of_checkpoint(checkpoint, checkpoint_digest(checkpoint))
+    loaded = LoadedModel.of_checkpoint(checkpoint)
     if loaded.about["checkpoint_sha256"] == about.get("checkpoint_sha256"):
         return loaded
     prepared = json.loads(json.dumps(loaded.module.preparation))  # in the form that `about` has in a file
@@ -288,18 +284,6 @@ def is_same_network(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> boo
         with suppress(ValueError):
             recorded = network_digest(load_checkpoint(file))
     return recorded is not None and recorded == about.get(NETWORK)
-
-
-def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
-    """Print a warning, in the first process, if the preparation of a model's images is a guess.
-
-    Args:
-        about: as for `warning_of_guess`.
-        made: as for `warning_of_guess`.
-    """
-    warning = warning_of_guess(about, made=made)
-    if warning is not None and rank() == 0:
-        print(warning, file=sys.stderr)
 
 
 def load_checkpoint(checkpoint: Path) -> Any:

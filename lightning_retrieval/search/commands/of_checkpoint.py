@@ -1,5 +1,6 @@
 """Chooses the preparation for a model after training: that of its evaluation, if its checkpoint records it."""
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import first_line
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.preparation import Preparation
@@ -81,25 +83,26 @@ def shown_choice(about: dict[str, Any]) -> str:
     return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
 
 
-def warning_of_guess(about: Mapping[str, Any], *, made: str = "") -> str | None:
-    """The warning that the preparation of a model's images is not known; None if it is.
+def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
+    """Print a warning, in the first process, if the preparation of a model's images is a guess.
 
     Args:
         about: as for `shown_choice`, with the key `checkpoint`.
         made: what an earlier command has made with this preparation, such as an index, or "".
     """
     guess = GUESSES.get(about.get("preparation_from", ""))
-    if guess is None:
-        return None
+    if guess is None or rank() > 0:
+        return
     cure = "pass"
     if made:
         cure = f"make the {made} again with"
     names = ", ".join(Preparation.NAMES)
-    return (
+    print(
         f"warning: {about['checkpoint']} does not say how its images were prepared in evaluation, as with a "
         f"data module of your own; they are prepared with {shown_transform(about['preparation'])}, {guess}. If that is "
         f"another size, crop, mean or std, the embeddings are wrong: {cure} --transform with the dotted name of the "
-        f"function that prepared them, or one of {names}."
+        f"function that prepared them, or one of {names}.",
+        file=sys.stderr,
     )
 
 

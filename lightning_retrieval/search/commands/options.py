@@ -81,8 +81,8 @@ def searcher_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SEARCHER_OPTIONS}
 
 
-def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of a command. Exits for `--help`, or if an option is invalid."""
+def parse(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options of a command, and name all that it has. Exits for `--help`, or if an option is invalid."""
     parser = make_parser(command)
     options: argparse.Namespace = parser.parse_args(args)
     _take_backbone(parser, options)
@@ -92,7 +92,7 @@ def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
         parser.error(f"the following arguments are required: --checkpoint; {MODEL_NEEDED}")
     if command == "search" and not options.queries and not options.text:
         parser.error("an image or --text must be given")
-    return options
+    return options, [action.dest for action in parser._actions]
 
 
 def make_parser(command: str) -> CommandParser:

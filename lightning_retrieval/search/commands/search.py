@@ -21,9 +21,8 @@ from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.options import searcher_settings
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
 from lightning_retrieval.search.commands.stores import opened_index
-from lightning_retrieval.search.html_page import check_page_target, embedded_picture, page_target, shared_style
+from lightning_retrieval.search.html_page import embedded_picture, page_target, shared_style
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.rules import check_folder_of_index
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
@@ -32,12 +31,10 @@ NUMBERS = 3  # columns of the table, which are aligned on the right: rank, simil
 
 
 def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print the results or write the page, and return the queries that could not be read."""
-    page, images = options.html, options.images
-    if page is not None:
-        check_page_target("html", page, "search")  # raises before the search
-    if images is not None:
-        check_folder_of_index(images)
+    """Run the command: print the results or write the page, and return the queries that could not be read.
+
+    `check_options` has checked the options.
+    """
     with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
         if options.json:

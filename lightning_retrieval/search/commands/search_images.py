@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.command_line import printable
+from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
     UnreadableImage,
-    print_guess,
     recorded_model,
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
+from lightning_retrieval.search.commands.of_checkpoint import print_guess
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
@@ -264,11 +267,16 @@ class ImageSearcher:
 
 
 def _listed(queries: Sequence[str]) -> ListedImages:
-    """The queries as a list of images, with paths relative to the root of the file system."""
+    """The queries as a list of images, with paths relative to the root of the file system.
+
+    The user has named each of these files, so their paths need no check, unlike those in a list of images.
+    """
     files = [Path(os.path.abspath(query)) for query in queries]
     root = Path(files[0].anchor)
-    paths = [file.relative_to(root).as_posix() for file in files]
-    return ListedImages.of_paths(root, paths, names=list(map(str, files)))
+    paths = PackedStrings(file.relative_to(root).as_posix() for file in files)
+    labels = np.zeros(len(files), np.int64)  # without meaning
+    index = ImageIndex.from_arrays({"paths": paths.data, "ends": paths.ends, "labels": labels})
+    return ListedImages(root, index, [None] * len(files), names=list(map(str, files)))
 
 
 @owned_by(OWNER)

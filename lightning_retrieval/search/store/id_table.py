@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,21 +185,22 @@ class IdTable:
         """
         return [self.paths[position] for position in self.positions(ids).tolist()]
 
-    def paths_of_found(self, ids: NDArray[np.int64]) -> list[str]:
-        """The paths of the rows found by a search; "" for the id -1, which means no row."""
-        found = self.paths_of(ids[ids >= 0])
-        return found + [""] * (len(ids) - len(found))  # ids of -1 come last
+    def found(self, ids: NDArray[np.int64], names: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+        """For each row found by a search, its path and, by name, its values in these columns.
 
-    def metadata_of_found(self, names: Sequence[str], ids: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """For each row found by a search, its values in these columns by name; {} for the id -1, which means no row."""
-        rows: list[dict[str, Any]] = [{} for _ in range(len(ids))]
-        is_found = ids >= 0
-        positions = self.positions(ids[is_found])
+        The id -1 means no row: its path is "", and it has no values.
+        """
+        paths = [""] * len(ids)
+        metadata: list[dict[str, Any]] = [{} for _ in paths]
+        found = np.flatnonzero(ids >= 0)
+        positions = self.positions(ids[found])
+        for row, position in zip(found.tolist(), positions.tolist()):
+            paths[row] = self.paths[position]
         for name in names:
             values = conditions.values_at(self.columns[name], positions)
-            for row, value in zip(compress(rows, is_found), values):
-                row[name] = value
-        return rows
+            for row, value in zip(found.tolist(), values):
+                metadata[row][name] = value
+        return paths, metadata
 
     def values(self, name: str, ids: NDArray[np.int64]) -> list[Any]:
         """The values of the rows with these ids in a column.

@@ -193,8 +193,8 @@ class RetrievalIndex:
 
     Threads:
         Threads may search, add and remove at the same time. Each call is atomic: no call sees the index during a
-        change by another call. Searches run in parallel. `search_with_paths` and `search_with_metadata` are one
-        call each, so that another thread cannot remove a row before its path is read.
+        change by another call. Searches run in parallel. `search_with_metadata` is one call, so that another thread
+        cannot remove a row before its path is read.
 
     Relations:
         The commands `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no
@@ -308,7 +308,7 @@ class RetrievalIndex:
             return self._search(queries, self._request(k, where, group_by))
 
     def request(self, k: int, where: str | None = None, group_by: str | None = None) -> Request:
-        """Check what a search asks for; for `search_with_paths`, and to raise errors before queries are embedded.
+        """Check what a search asks for; for `search_with_metadata`, and to raise errors before queries are embedded.
 
         Args:
             k: as for `search`.
@@ -322,43 +322,22 @@ class RetrievalIndex:
         with owned_by(OWNER), self._lock.reading():
             return self._request(k, where, group_by)
 
-    def search_with_paths(
-        self, queries: Queries, request: Request
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """Like `search`, with the path of each row found. Other threads cannot remove rows before the paths are read.
-
-        Args:
-            queries: as for `search`.
-            request: what is searched for, such as `index.request(k=10)`.
-
-        Returns:
-            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
-                and where fewer than k rows are found.
-
-        Raises:
-            ValueError: as in `search`.
-            TypeError: as in `search`.
-        """
-        with owned_by(OWNER), self._lock.reading():
-            similarities, ids = self._search(queries, request)
-            return similarities, ids, list(map(self._table.paths_of_found, ids.numpy()))
-
     def search_with_metadata(
         self, queries: Queries, request: Request, columns: Sequence[str] | None = None
     ) -> tuple[
         Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]], list[list[dict[str, conditions.Value]]]
     ]:
-        """Like `search_with_paths`, with the metadata of each row found.
+        """Like `search`, with the path and the metadata of each row found, before another thread can remove a row.
 
         Args:
             queries: as for `search`.
-            request: as for `search_with_paths`.
-            columns: names of the columns whose values are returned; if None, all.
+            request: what is searched for, such as `index.request(k=10)`.
+            columns: names of the columns whose values are returned; if None, all; with `[]`, only paths are added.
 
         Returns:
-            The similarities, the ids, the paths, and for each query the metadata of its rows: by name of the column a
-                text, or a number, which is None where it is missing. Where fewer than k rows are found, there are no
-                values.
+            The similarities, the ids, and for each query the paths and the metadata of its rows. A path is "" for a
+                row without a path. The metadata are by name of the column a text, or a number, which is None where it
+                is missing. Where fewer than k rows are found, paths are "", and there are no metadata.
 
         Raises:
             ValueError: as in `search`; also if the index does not have one of the columns.
@@ -367,9 +346,11 @@ class RetrievalIndex:
         with owned_by(OWNER), self._lock.reading():
             names = conditions.checked_columns("columns", columns, self.column_kinds)
             similarities, ids = self._search(queries, request)
-            paths = list(map(self._table.paths_of_found, ids.numpy()))
-            values = self._table.metadata_of_found(names, ids.numpy().ravel())
-            metadata = [values[begin : begin + request.k] for begin in range(0, len(values), request.k)]
+            paths_of_all, metadata_of_all = self._table.found(ids.numpy().ravel(), names)
+            paths, metadata = [], []
+            for begin in range(0, len(paths_of_all), request.k):
+                paths.append(paths_of_all[begin : begin + request.k])
+                metadata.append(metadata_of_all[begin : begin + request.k])
             return similarities, ids, paths, metadata
 
     def _request(self, k: int, where: str | None, group_by: str | None) -> Request:

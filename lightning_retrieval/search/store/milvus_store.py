@@ -343,38 +343,19 @@ class MilvusStore:
         return conditions.checked_request(k, where, group_by, self.column_kinds)
 
     @owned_by(OWNER)
-    def search_with_paths(
-        self, queries: Queries, request: Request
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """Like `search`, with the path of each row found, even if a process removes the row meanwhile.
-
-        Args:
-            queries: as for `search`.
-            request: what is searched for, such as `store.request(k=10)`.
-
-        Returns:
-            The similarities, the ids, and for each query the paths of its rows. A path is "" for a row without a path,
-                and where fewer than k rows are found.
-
-        Raises:
-            ValueError: as in `search`.
-            TypeError: as in `search`.
-            OSError: if Milvus reports an error.
-        """
-        return self._search(queries, request, [ID, PATH], [])[:3]
-
-    @owned_by(OWNER)
     def search_with_metadata(
         self, queries: Queries, request: Request, columns: Sequence[str] | None = None
     ) -> tuple[
         Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]], list[list[dict[str, conditions.Value]]]
     ]:
-        """Like `search_with_paths`, with the metadata of each row found, as `RetrievalIndex.search_with_metadata`.
+        """Like `search`, with the path and the metadata of each row found, even if a process removes it meanwhile.
+
+        The result is that of `RetrievalIndex.search_with_metadata`.
 
         Args:
             queries: as for `search`.
-            request: as for `search_with_paths`.
-            columns: names of the columns whose values are returned; if None, all.
+            request: what is searched for, such as `store.request(k=10)`.
+            columns: names of the columns whose values are returned; if None, all; with `[]`, only paths are added.
 
         Raises:
             ValueError: as in `search`; also if the index does not have one of the columns.

@@ -125,7 +125,7 @@ def test_embeddings_against_loops(name):
 @DIFFERENTIABLE
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(name, reduction):
-    x, labels = batch([1, 2, 4], dim=4)
+    x, labels = batch([1, 2, 4], dim=3)
     loss, y = make(name, reduction=reduction, class_balanced=reduction != "none"), labels_for(name, labels)
     classes = labels
     if is_graded(name):
@@ -142,8 +142,8 @@ def test_gradcheck(name, reduction):
 
 @DIFFERENTIABLE
 def test_gradcheck_with_references(name):
-    x, labels = batch([2, 3], dim=4)
-    r, ref_labels = batch([3, 4, 1], dim=4)
+    x, labels = batch([2, 3], dim=3)
+    r, ref_labels = batch([3, 4, 1], dim=3)
     arguments = (labels_for(name, labels), labels_for(name, ref_labels))
     ids, ref_ids = torch.arange(5), torch.tensor([9, 1, 8, 0, 7, 3, 6, 5])
     loss = make(name)

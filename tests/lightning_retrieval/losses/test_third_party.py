@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, SelfSupervisedLoss
 from torch import nn
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.losses.third_party import ACCEPT_REFERENCES, CANNOT_TRAIN, ThirdPartyLoss, as_batch_loss
 
 SETTINGS = {
@@ -225,6 +225,19 @@ def test_a_label_that_a_loss_has_no_class_for_raises(name):
         )
         with pytest.raises(ValueError, match=rule):
             loss(embeddings, wrong)
+
+
+class Derived(pml.SubCenterArcFaceLoss):
+    """A loss of a user, derived from one with proxies."""
+
+
+@pytest.mark.refusal
+def test_a_loss_derived_from_one_with_proxies_has_its_rules():
+    loss, embeddings = Derived(num_classes=3, embedding_size=4), torch.randn(6, 4)
+    with pytest.raises(ValueError, match=r"^Derived: `labels` must be from 0 to 2, .* num_classes=3, got 0 to 3; "):
+        as_batch_loss(loss)(embeddings, torch.tensor([0, 0, 1, 1, 3, 3]))
+    with pytest.raises(TypeError, match=r"^NestedLoss: `loss` must not learn proxies, .* got Derived"):
+        NestedLoss(loss, dims=(2, 4))
 
 
 @pytest.mark.refusal

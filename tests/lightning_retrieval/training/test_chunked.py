@@ -193,6 +193,18 @@ def test_other_results_raise(embed, loss, error, sentence):
 
 
 @pytest.mark.refusal
+def test_another_result_of_the_second_pass_raises():
+    """For example of a network that also returns its attention if gradients are enabled."""
+    linear = nn.Linear(5, 3)
+
+    def embed(x):
+        return (linear(x), x) if torch.is_grad_enabled() else linear(x)
+
+    with pytest.raises(TypeError, match=r"^chunked_backward: `embed's result` must be a tensor, got tuple"):
+        chunked_backward(embed, torch.randn(4, 5), torch.sum, 2, keep_graphs=0)
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("rows", "chunk_size", "cure"), [(9, 4, "take a `chunk_size`"), (1, None, "enlarge the batch")]
 )

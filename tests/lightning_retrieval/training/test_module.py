@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -11,8 +13,10 @@ from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, Tri
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_retrieval
 from lightning_retrieval import (
     CalibrationLoss,
+    CrossBatchMemory,
     Embedder,
     HAPLoss,
     PCAWhitening,
@@ -42,6 +46,43 @@ from tests.lightning_retrieval.training.small_training import (
     trainer,
     warnings_with,
 )
+
+LIBRARY = Path(lightning_retrieval.__file__).parent  # the files of the core
+
+
+class FilesOfSteps(RetrievalModule):
+    """Keeps the names of the files of the library that each step runs through."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        self.files = []
+
+    def training_step(self, batch, batch_idx):
+        self.files.append(set())
+        sys.setprofile(self.record)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            sys.setprofile(None)
+
+    def record(self, frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(LIBRARY):
+            self.files[-1].add(path.relative_to(LIBRARY).as_posix())
+
+
+def test_a_step_runs_through_features_only_if_its_run_uses_them():
+    names = ("full_sharding", "equal_batches", "loader_wait", "memory", "chunk_size", "trainer_checks", "run_report")
+    features = {f"training/{name}.py" for name in names}
+    of_first_step = {"training/full_sharding.py", "training/equal_batches.py"}  # is there more than one process?
+    of_first_step |= {"training/trainer_checks.py", "training/run_report.py"}
+    for memory in (None, CrossBatchMemory(20)):
+        module = FilesOfSteps(net(), SmoothAPLoss(), chunk_size=3, memory=memory)
+        fit(module, [(*batch, torch.arange(ROWS)) for batch in batches()])
+        used = set() if memory is None else {"training/memory.py"}
+        first, *later = (files & features for files in module.files)
+        assert first == used | of_first_step
+        assert later == [used, used]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

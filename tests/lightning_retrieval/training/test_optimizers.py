@@ -8,7 +8,7 @@ import torch
 import transformers
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
-from pytorch_metric_learning.losses import ContrastiveLoss
+from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -20,6 +20,7 @@ from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     SGD,
+    LearnedTau,
     Log,
     Unfreeze,
     assert_same,
@@ -98,6 +99,75 @@ def test_rates_of_two_networks(make, rates):
     (optimizer,) = module.trainer.optimizers
     of_queries = [parameter for group in optimizer.param_groups[5:] for parameter in group["params"]]
     assert set(of_queries) == set(module.query_embedder.parameters())
+
+
+def learned_terms():
+    """A sum of a loss with proxies and a loss with a temperature."""
+    torch.manual_seed(4)
+    return WeightedSum({"proxies": (1.0, ProxyAnchorLoss(3, 4).double()), "ap": (0.5, LearnedTau())})
+
+
+@pytest.mark.parametrize("head_lr_factor", [1, 10])
+def test_loss_lr_factor(head_lr_factor):
+    """All parameters of all terms have the rate of the loss, in the last group of the optimizer."""
+    plain, loss, log = WithBackbone(), learned_terms(), Log()
+    groups = [{"params": [*plain.backbone.parameters(), plain.scale]}]
+    groups += [
+        {"params": plain.head.parameters(), "lr": 0.5 * head_lr_factor},
+        {"params": loss.parameters(), "lr": 2.0},
+    ]
+    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches(), loss)
+    updates = Updates(loss_lr_factor=4, head_lr_factor=head_lr_factor)
+    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, chunk_size=3, updates=updates)
+    fit(module, batches(), callbacks=[log])
+    assert log.rates == [[0.5, 0.5 * head_lr_factor, 2.0]] * 3
+    assert_same(module.embedder, plain)
+    assert_same(module.loss, loss)
+    assert set(module.trainer.optimizers[0].param_groups[-1]["params"]) == set(module.loss.parameters())
+
+
+def test_without_a_factor_the_loss_is_in_the_group_of_the_network():
+    """As in all checkpoints written before there was a factor of the loss."""
+    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, **FACTORS)
+    groups = module.configure_optimizers().param_groups
+    assert [group["lr"] for group in groups] == RATES
+    assert set(module.loss.parameters()) < set(groups[3]["params"])
+    assert module.embedder.scale in set(groups[3]["params"])
+
+
+def test_a_parameter_that_the_loss_shares_with_the_network_has_the_rate_of_the_network():
+    class Shares(LearnedTau):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+    network = WithBackbone()
+    module = RetrievalModule(network, Shares(network.scale), optimizer=SGD, updates=Updates(loss_lr_factor=4))
+    groups = module.configure_optimizers().param_groups
+    assert set(groups[-1]["params"]) == {module.loss.tau}
+    assert module.embedder.scale in set(groups[0]["params"])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_the_loss_is_clipped_and_decays_as_the_network(algorithm):
+    plain, loss = WithBackbone(), learned_terms()
+    every = [*plain.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.5, weight_decay=0.1)
+
+    def clip(*_):
+        if algorithm == "norm":
+            nn.utils.clip_grad_norm_(every, 0.01)
+        else:
+            nn.utils.clip_grad_value_(every, 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    train_plainly(plain, optimizer, batches(), loss)
+    updates = Updates(gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    decaying = functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.1)
+    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=decaying, updates=updates)
+    fit(module, batches())
+    assert_same(module.embedder, plain)
+    assert_same(module.loss, loss)
 
 
 STEPS = 8  # of the schedulers below
@@ -282,6 +352,11 @@ def test_backbones_of_both_networks_are_frozen_at_first(epochs):
     [
         (net(), Updates(head_lr_factor=10.0), r"`head_lr_factor` is 10\.0, but the embedder has no `head`"),
         (net().requires_grad_(False), None, "`embedder` and `loss` must have a parameter to train"),
+        (
+            net(),
+            Updates(loss_lr_factor=9.0),
+            r"`loss_lr_factor` is 9\.0, but the loss has no .* got SmoothAPLoss; give",
+        ),
         (net(), Updates(layer_decay=0.5), "`layer_decay` needs an embedder with a `backbone`, .*got Sequential"),
         (net(), Updates(freeze_backbone_epochs=1), "`freeze_backbone_epochs` needs .* `backbone`, .*got Sequential"),
     ],

@@ -45,6 +45,25 @@ def exported(glyphs, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def traced(exported, monkeypatch):
+    """Exports write the programs of `exported`, since tracing takes seconds."""
+    monkeypatch.setattr(export_module, "export_program", lambda _: torch.export.load(exported / "model.pt2"))
+    monkeypatch.setattr(export_module, "write_onnx", lambda _, file, about: shutil.copy(exported / "model.onnx", file))
+
+
+@pytest.fixture(scope="module")
+def later(glyphs, exported, tmp_path_factory):
+    """A folder with files of an earlier export and of the user, after an export of a program for floats."""
+    folder = tmp_path_factory.mktemp("later")
+    for name in ("model.int8.onnx", "model.onnx", "preparation.json"):
+        shutil.copy(exported / name, folder)
+    (folder / "notes.txt").write_text("the user's")
+    export_model(glyphs[0] / "model.ckpt", folder, input_type="float")
+    return folder
+
+
+@pytest.mark.usefixtures("traced")
 def test_images_for_int8_may_be_a_table_with_other_names(glyphs, tmp_path, capsys):
     images = glyphs[0] / "images"
     rows = [f"{path};{position // 4}" for position, path in enumerate(paths_of(images))]
@@ -144,10 +163,8 @@ def embedded(checkpoint, pictures):
 
 
 @pytest.mark.refusal
-def test_a_program_that_differs_is_not_written(glyphs, exported, tmp_path, monkeypatch):
-    # The programs of the other tests, since tracing takes seconds.
-    monkeypatch.setattr(export_module, "export_program", lambda _: torch.export.load(exported / "model.pt2"))
-    monkeypatch.setattr(export_module, "write_onnx", lambda _, file, about: shutil.copy(exported / "model.onnx", file))
+@pytest.mark.usefixtures("traced")
+def test_a_program_that_differs_is_not_written(glyphs, tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match=r"^export_model: model\.onnx must differ from the model by at most -1, got "):
         export_model(glyphs[0] / "model.ckpt", tmp_path)
@@ -178,26 +195,21 @@ def test_int8_says_what_it_costs(glyphs, exported):
 
 
 @pytest.mark.refusal
-def test_files_of_two_exports_are_noticed(glyphs, exported, tmp_path):
-    export_model(glyphs[0] / "model.ckpt", tmp_path / "made", input_type="float")
-    about = prepare.read_settings(tmp_path / "made")
+def test_files_of_two_exports_are_noticed(exported, later, tmp_path):
+    about = prepare.read_settings(later)
     assert about["input"] == "float"
-    assert about == OnnxModel(tmp_path / "made" / "model.onnx").about
+    assert about == OnnxModel(later / "model.onnx").about
     for mixed in ("model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"):
-        folder = shutil.copytree(tmp_path / "made", tmp_path / f"with {mixed}")
+        folder = shutil.copytree(later, tmp_path / f"with {mixed}")
         shutil.copy(exported / mixed, folder)
         with pytest.raises(ValueError, match=r"^read_settings: .* must be of the export that wrote preparation.json"):
             prepare.read_settings(folder)
 
 
-def test_a_later_export_leaves_no_file_of_an_earlier_one(glyphs, exported, tmp_path):
-    for name in ("model.int8.onnx", "model.onnx", "preparation.json"):
-        (tmp_path / name).write_bytes((exported / name).read_bytes())
-    (tmp_path / "notes.txt").write_text("the user's")
-    export_model(glyphs[0] / "model.ckpt", tmp_path, input_type="float")
+def test_a_later_export_leaves_no_file_of_an_earlier_one(later):
     written = {"model.onnx", "model.pt2", "preparation.json", "prepare.py"}
-    assert {path.name for path in tmp_path.iterdir()} == written | {"notes.txt"}
-    assert prepare.read_settings(tmp_path)["input"] == "float"
+    assert {path.name for path in later.iterdir()} == written | {"notes.txt"}
+    assert prepare.read_settings(later)["input"] == "float"
 
 
 @pytest.mark.refusal

@@ -56,7 +56,7 @@ import sys
 from lightning_retrieval.cli.main import main
 
 main(sys.argv[1:])
-unused = "pytorch_lightning lightning_fabric torchmetrics jsonargparse wandb matplotlib pandas".split()
+unused = "pytorch_lightning lightning_fabric torchmetrics jsonargparse wandb matplotlib pandas pyarrow".split()
 assert not sys.modules.keys() & set(unused), sys.modules.keys() & set(unused)
 """
 
@@ -66,6 +66,17 @@ def test_a_search_imports_neither_lightning_nor_other_packages_of_training(index
     program = [sys.executable, "-c", ONLY_SEARCH, "search", f"--index={indexed / 'index'}", "--device=cpu", str(query)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.posix
+def test_a_query_may_have_a_name_that_no_list_of_images_may_have(indexed, tmp_path, capsys):
+    query = tmp_path / "a\\..\\b.png"
+    query.write_bytes((indexed / "images" / paths_of(indexed / "images")[3]).read_bytes())
+    code, out, err = command(capsys, "search", "--index", indexed / "index", query, "-k1", "--json")
+    assert (code, err) == (0, "")
+    (found,) = json.loads(out)["queries"]
+    assert found["query"] == str(query)
+    assert found["results"][0]["path"] == paths_of(indexed / "images")[3]
 
 
 def test_table(indexed, capsys, monkeypatch):

@@ -174,7 +174,7 @@ def test_there_are_k_groups_or_no_more_rows(make, sizes, monkeypatch):
             similarities, ids = index.search(queries, k, group_by=column)
             assert ids.tolist() == brute_force(queries, k, set(range(ROWS)), groups)
             assert torch.isinf(similarities).tolist() == (ids < 0).tolist()
-        _, ids, paths = index.search_with_paths(queries, index.request(k, "parity == 0", "brand"))
+        _, ids, paths, _ = index.search_with_metadata(queries, index.request(k, "parity == 0", "brand"))
         assert ids.tolist() == brute_force(queries, k, even, groups)
         assert paths == [[""] * k] * len(queries)
 
@@ -184,12 +184,13 @@ def test_a_search_returns_the_metadata_of_the_rows_found(make):
     index, queries = make(COLUMNS), vectors(3, seed=7)
     row_of = {row_id: row for row, row_id in enumerate(IDS)}
     for columns in (None, ["price", "brand"], ["stock"], []):
-        for request in (index.request(9), index.request(60, "stock > 0", "brand"), index.request(2, "price > 1e301")):
+        for k, where, group_by in ((9, None, None), (60, "stock > 0", "brand"), (2, "price > 1e301", None)):
+            request = index.request(k, where, group_by)
             similarities, ids, paths, metadata = index.search_with_metadata(queries, request, columns)
-            expected = index.search_with_paths(queries, request)
-            assert torch.equal(ids, expected[1])
-            torch.testing.assert_close(similarities, expected[0])
-            assert paths == expected[2]
+            expected, expected_ids = index.search(queries, k, where=where, group_by=group_by)
+            assert torch.equal(ids, expected_ids)
+            torch.testing.assert_close(similarities, expected)
+            assert paths == [[""] * k] * len(queries)
             for found, values in zip(ids.tolist(), metadata, strict=True):
                 names = list(KINDS) if columns is None else columns
                 rows = [{name: COLUMNS[name][row_of[row_id]] for name in names} for row_id in found if row_id >= 0]

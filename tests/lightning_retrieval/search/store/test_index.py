@@ -60,7 +60,7 @@ def test_queries_may_be_arrays_and_one_vector_is_one_query(dtype):
     assert torch.equal(index.search(array, 3)[1], ids)
     assert torch.equal(index.search(array[::-1], 3)[1], ids.flip(0))
     for vector in (queries[7], array[7]):
-        found = index.search_with_paths(vector, index.request(3))
+        found = index.search_with_metadata(vector, index.request(3), [])
         torch.testing.assert_close(found[0], similarities[7:8])
         assert torch.equal(found[1], ids[7:8])
         assert found[2] == [index.paths(ids[7])]
@@ -342,7 +342,8 @@ def test_an_index_can_be_read_while_another_thread_reads_and_waits_to_edit():
 
 def test_the_paths_of_what_a_search_finds_and_marks_of_what_it_does_not_find():
     index, queries = built("IVF16,Flat"), vectors(3, seed=1)
-    similarities, ids, paths = index.search_with_paths(queries, index.request(ROWS))  # one list of sixteen is looked at
+    request = index.request(ROWS)
+    similarities, ids, paths, _ = index.search_with_metadata(queries, request)  # one list of sixteen is looked at
     expected, expected_ids = index.search(queries, ROWS)
     assert torch.equal(similarities, expected)
     assert torch.equal(ids, expected_ids)

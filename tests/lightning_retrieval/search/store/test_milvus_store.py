@@ -89,7 +89,6 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
         "add",
         "search",
         "request",
-        "search_with_paths",
         "search_with_metadata",
         "remove",
         "paths",

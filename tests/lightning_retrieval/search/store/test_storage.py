@@ -253,7 +253,7 @@ def test_an_index_that_an_earlier_commit_has_written(mapped, tmp_path):
         "RetrievalIndex(dim=4, factory='IVF2,Flat', parameters='nprobe=2', shards=2, rows=12, recall=1.000)"
     )
     assert index.about == {"checkpoint": "é.ckpt"}
-    _, ids, paths = index.search_with_paths(ROWS, index.request(1))
+    _, ids, paths, _ = index.search_with_metadata(ROWS, index.request(1))
     assert ids[:, 0].tolist() == list(range(20, 8, -1))
     assert paths[3] == ["é/3.jpg"]
     if not mapped:
