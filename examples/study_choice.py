@@ -8,7 +8,7 @@ It needs the emoji, `python examples/emoji.py emoji`, and the photographs, `pyth
 Each run is appended to `choice.jsonl` in the output folder, with its setting, its seed, its metrics on held-out classes
 and its CPU time. A run that is in the file is not repeated, so the command continues where it was stopped. `--report`
 prints what was chosen so far. With `--decide`, the candidate and the peers that are chosen meet on the test set, which
-`study_decision.py` describes. The peers and candidates are in `study_entrants.py`.
+`study_decision.py` describes, and `choice.md` is written. The peers and candidates are in `study_entrants.py`.
 
 What the page leaves open:
 
@@ -32,6 +32,7 @@ from typing import Any
 
 from results_file import append_result, read_results, write_results
 from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
+from study_choice_page import ChoicePage, describe
 from study_decision import RANKING_SEEDS, decision, final_runs, finalists, held_out, leaves
 from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from study_experiments import Setting
@@ -264,7 +265,7 @@ def report(task: str, results: Mapping[str, Any], quick: bool) -> str:
         values = ["", "", ""]
         if name in chosen:
             maps = [held_out(chosen[name], seed, results) for seed in RANKING_SEEDS]
-            values = [shown(chosen[name]), f"{maps[0]:.4f}", f"{statistics.mean(maps):.4f}"]
+            values = [describe(chosen[name]), f"{maps[0]:.4f}", f"{statistics.mean(maps):.4f}"]
             if LOG_RANK in chosen and leaves(name, chosen, results):
                 values[1] += " (leaves)"
         else:
@@ -278,7 +279,10 @@ def report(task: str, results: Mapping[str, Any], quick: bool) -> str:
 
 
 def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
-    """Run the decision and print it; the return value is the number of runs that failed or are not chosen yet."""
+    """Run the decision, print it, and write its page; the return value is the number of runs that failed.
+
+    It is 1 if a choice is not complete.
+    """
     chosen: dict[str, dict[str, Setting]] = {}
     for task in ORDER:
         chosen[task] = {}
@@ -295,15 +299,8 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
         failed |= run_all(missing, task, results, options)
     if not failed:
         print(decision(chosen, results))
+        ChoicePage(chosen, results).write(options.output / "choice.md")
     return len(failed)
-
-
-def shown(setting: Setting) -> str:
-    """Return what was chosen, on one line."""
-    names = ("lr", "loss_scale", "proxies", "proxy_rate", "sampler", "added_weight")
-    values = {"lr": setting.lr, "loss_scale": setting.loss_scale, **setting.loss_args}
-    values |= {name: value for name, value in setting.different().items() if name in names}
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

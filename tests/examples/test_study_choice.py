@@ -486,6 +486,17 @@ def test_the_decision_is_run_when_all_is_chosen(choice, decisions, tmp_path, cap
     assert {seed for _, seed in final} == set(range(30, 40))
     assert sum(setting.trained_classes for setting, _ in final) == 7 * 10 * 2
     assert {seed for setting, seed in asked if setting.held_out} == {0, 1, 2}
+    page = (tmp_path / "out" / "choice.md").read_text()
+    assert page.startswith(f"# The best loss on five tasks\n\n**{candidate} has won** against the six best peers.")
+    for task in choice.TASKS.values():
+        assert f"- {task.title[0].upper()}{task.title[1:]}: above " in page
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| multi-similarity |")]
+    assert len(rows) == 1 + 5 + 2 + 5
+    of_test_set = [row for row in rows if len(row) == 8]
+    assert len(of_test_set) == 7
+    for row in of_test_set:
+        assert row[4].startswith("+0.2")
+    assert (tmp_path / "out" / "choice.png").stat().st_size > 1000
     asked.clear()
     assert choice.main(command) == 0
     assert not asked

@@ -1,0 +1,245 @@
+"""Writes docs/study/choice.md: the decision of docs/study/candidates.md, and the choice of the settings before it."""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from intervals import interval
+from matplotlib.figure import Figure
+from results_file import write_file
+from study_decision import (
+    FRESH_SEEDS,
+    METRICS,
+    RANKING_SEEDS,
+    Chosen,
+    Results,
+    differences,
+    finalists,
+    has_won,
+    leaves,
+    verdicts,
+)
+from study_entrants import LOG_RANK
+from study_experiments import Setting
+from study_pairs import TASKS, TRAINED_CLASSES
+
+PHRASES = {
+    "above": "above",
+    "above without Holm's correction": "above, but not with Holm's correction,",
+    "level": "level with",
+    "below": "below",
+    "below in R@1": "below in R@1, against",
+}
+INTRODUCTION = """
+# The best loss on five tasks
+
+{outcome}
+
+The tasks, the settings that were tried, the seeds, and what counts as above, level and below were
+[written down before the runs](candidates.md). Of candidates and of peers, those with the highest mAP on held-out
+classes, in the mean over the tasks, went on. `python examples/study_choice.py --decide` runs
+what [choice.jsonl](choice.jsonl) does not contain, and writes this page. All {runs:,} runs took {hours:.1f} CPU hours.
+
+![Differences on all tasks](choice.png)
+"""
+
+
+class ChoicePage:
+    """The page of the decision.
+
+    Args:
+        chosen: the setting of each entrant on each task.
+        results: of all runs, by their keys.
+    """
+
+    def __init__(self, chosen: Chosen, results: Results) -> None:
+        self.chosen = chosen
+        self.results = results
+        self.candidate, self.peers = finalists(chosen, results)
+
+    def write(self, file: Path) -> None:
+        """Write the page, and its plot beside it."""
+        sections = [self.introduction(), self.all_losses()]
+        for task in self.chosen:
+            sections.append(self.decision(task))
+            if task in TRAINED_CLASSES:
+                sections.append(self.decision(task, trained_classes=True))
+        for task in self.chosen:
+            sections.append(self.settings(task))
+        write_file(file.with_suffix(".png"), self.plot())
+        write_file(file, "\n\n".join(sections) + "\n")
+
+    def introduction(self) -> str:
+        """Return the first part of the page, which begins with the outcome."""
+        of_tasks = {task: self.verdicts(task) for task in self.chosen}
+        outcome = "has won" if has_won(of_tasks) else "has not won"
+        lines = [f"**{self.candidate} {outcome}** against the six best peers."]
+        for task, found in of_tasks.items():
+            groups: dict[str, list[str]] = {}
+            for peer, verdict in found.items():
+                groups.setdefault(verdict, []).append(peer)
+            parts = [f"{PHRASES[verdict]} {', '.join(names)}" for verdict, names in groups.items()]
+            lines.append(wrapped(f"- {capital(TASKS[task].title)}: {'; '.join(parts)}."))
+        seconds = sum(result["cpu_seconds"] for result in self.results.values())
+        text = INTRODUCTION.format(
+            outcome="\n".join([lines[0], "", *lines[1:]]),
+            runs=len(self.results),
+            hours=seconds / 3600,
+        )
+        return text.strip()
+
+    def verdicts(self, task: str) -> dict[str, str]:
+        """Return what the candidate is against each peer on a task."""
+        of_metrics = {}
+        for metric in ("mAP", "R@1"):
+            of_metrics[metric] = {peer: self.differences(task, peer, metric) for peer in self.peers}
+        found = verdicts(of_metrics)
+        for peer, verdict in found.items():
+            if verdict == "neither":
+                high = interval(of_metrics["mAP"][peer])[2]
+                found[peer] = "below" if high < 0 else "above without Holm's correction"
+        return found
+
+    def differences(self, task: str, peer: str, metric: str, *, trained_classes: bool = False) -> list[float]:
+        """Return the paired differences of the candidate from a peer on the test set, or among trained classes."""
+        settings = [
+            replace(self.chosen[task][name], trained_classes=trained_classes) for name in (self.candidate, peer)
+        ]
+        return differences(settings[0], settings[1], metric, self.results)
+
+    def values(self, setting: Setting, metric: str, seeds: Sequence[int]) -> list[float]:
+        """Return a metric of a setting for each seed."""
+        return [self.results[setting.key(seed)]["metrics"][metric] for seed in seeds]
+
+    def all_losses(self) -> str:
+        """Return the table of all entrants on all tasks."""
+        titles = [capital(TASKS[task].title) for task in self.chosen]
+        lines = [
+            "## All losses on held-out classes",
+            "",
+            wrapped(
+                "Mean mAP, R@1 and mAP@R of the seeds 0 to 2 with the chosen settings, which are below. A star marks "
+                "a peer that was so far below log rank that it left the task; one that left early was tuned with half "
+                "of the images only."
+            ),
+            "",
+            f"| loss | {' | '.join(titles)} |",
+            "| --- " * (1 + len(titles)) + "|",
+        ]
+        for name in self.chosen[next(iter(self.chosen))]:
+            cells = [name]
+            for settings in self.chosen.values():
+                means = [statistics.fmean(self.values(settings[name], metric, RANKING_SEEDS)) for metric in METRICS]
+                star = "\\*" if leaves(name, settings, self.results) else ""
+                cells.append(", ".join(f"{mean:.4f}" for mean in means) + star)
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def decision(self, task: str, *, trained_classes: bool = False) -> str:
+        """Return the section on the candidate and the peers on a task: on the test set, or among trained classes."""
+        title = capital(TASKS[task].title)
+        if trained_classes:
+            title += ", among trained classes"
+        seeds = f"{FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}"
+        lines = [
+            f"## {title}",
+            "",
+            f"Means of the seeds {seeds}. The differences are {self.candidate} minus the loss of the row.",
+            "",
+            "| loss | mAP | R@1 | mAP@R | difference in mAP | in R@1 | in mAP@R | CPU time of a run |",
+            "| --- " * 8 + "|",
+        ]
+        for name in (self.candidate, *self.peers):
+            setting = replace(self.chosen[task][name], held_out=False, trained_classes=trained_classes)
+            cells = [name]
+            for metric in METRICS:
+                cells.append(f"{statistics.fmean(self.values(setting, metric, FRESH_SEEDS)):.4f}")
+            for metric in METRICS:
+                cells.append("")
+                if name != self.candidate:
+                    found = self.differences(task, name, metric, trained_classes=trained_classes)
+                    mean, low, high = interval(found)
+                    cells[-1] = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+            seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in FRESH_SEEDS]
+            cells.append(f"{statistics.median(seconds):.0f} s")
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def settings(self, task: str) -> str:
+        """Return the section on the chosen settings of all entrants on a task."""
+        lines = [
+            f"## Chosen settings: {TASKS[task].title}",
+            "",
+            "On held-out classes; the mean of the seeds 0 to 2 with the lowest and the highest value.",
+            "",
+            "| loss | setting | mAP | above log rank by | CPU time of a run |",
+            "| --- " * 5 + "|",
+        ]
+        of_log_rank = self.values(self.chosen[task][LOG_RANK], "mAP", RANKING_SEEDS)
+        for name, setting in self.chosen[task].items():
+            values = self.values(setting, "mAP", RANKING_SEEDS)
+            shown = f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+            above = ""
+            if name != LOG_RANK:
+                mean, low, high = interval([one - other for one, other in zip(values, of_log_rank)])
+                above = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+            seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in RANKING_SEEDS]
+            cells = [name, describe(setting), shown, above, f"{statistics.median(seconds):.0f} s"]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def plot(self) -> Figure:
+        """Plot the differences in each metric: a column for each task, a row for each peer."""
+        figure = Figure(figsize=(13, 2 + 0.3 * len(METRICS) * len(self.peers)), dpi=100)
+        grid = figure.subplots(len(METRICS), len(self.chosen), sharey="row", squeeze=False)
+        for row, metric in zip(grid, METRICS):
+            row[0].set_ylabel(metric)
+            row[0].set_yticks(range(len(self.peers)), self.peers, fontsize=8)
+            row[0].set_ylim(len(self.peers) - 0.5, -0.5)
+            for axes, task in zip(row, self.chosen):
+                for place, peer in enumerate(self.peers):
+                    mean, low, high = interval(self.differences(task, peer, metric))
+                    axes.errorbar(
+                        mean, place, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=color(low, high)
+                    )
+                axes.axvline(0, color="black", linewidth=0.8)
+                axes.grid(alpha=0.3)
+                axes.tick_params(axis="x", labelsize=8)
+                axes.locator_params(axis="x", nbins=4)
+        for axes, task in zip(grid[0], self.chosen):
+            axes.set_title(textwrap.fill(TASKS[task].title, 22), fontsize=9)
+        text = f"{self.candidate} minus the peer of the row, with the 95 % interval"
+        figure.supxlabel(text, fontsize=9)
+        figure.set_layout_engine("constrained")
+        return figure
+
+
+def color(low: float, high: float) -> str:
+    """Return the color of an interval: blue above 0, red below 0, gray if it contains 0."""
+    if low > 0:
+        return "tab:blue"
+    if high < 0:
+        return "tab:red"
+    return "tab:gray"
+
+
+def describe(setting: Setting) -> str:
+    """Return what was chosen, on one line."""
+    names = ("lr", "loss_scale", "proxies", "proxy_rate", "sampler", "added_weight")
+    values: dict[str, Any] = {"lr": setting.lr, "loss_scale": setting.loss_scale, **setting.loss_args}
+    values |= {name: value for name, value in setting.different().items() if name in names}
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def capital(text: str) -> str:
+    """Return a text with a capital letter at its start."""
+    return text[0].upper() + text[1:]
+
+
+def wrapped(text: str) -> str:
+    """Return a paragraph in lines of 120 characters."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
