@@ -13,6 +13,7 @@ from lightning_retrieval.backend import pl, sized_len
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
+from lightning_retrieval.preparation.of_run import data_module_of
 from lightning_retrieval.progress import Progress
 
 
@@ -139,7 +140,7 @@ def batches_on_device(trainer: pl.Trainer, loader: Any, description: str, limit:
 
 def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
     """Create the test data loaders of the data module, or of the module if there is no data module."""
-    source: Any = getattr(trainer, "datamodule", None)
+    source: Any = data_module_of(trainer.test_loop)
     if source is None:
         source = pl_module
     else:

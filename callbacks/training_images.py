@@ -13,6 +13,7 @@ from lightning_retrieval.backend import ModelParallelStrategy, pl
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device
 from lightning_retrieval.distributed import kept_integers, kept_rows
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.preparation.of_run import data_module_of
 from lightning_retrieval.training.sides import is_two_sided
 
 
@@ -27,7 +28,7 @@ def check_unsharded(trainer: pl.Trainer) -> None:
 
 def training_images(trainer: pl.Trainer) -> Any:
     """A copy of the training set that reads its images as in evaluation."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
+    datamodule = data_module_of(trainer.fit_loop)
     dataset: Any = getattr(datamodule, "train_set", None)
     if dataset is None:
         dataset = getattr(trainer.train_dataloader, "dataset", None)

@@ -194,6 +194,20 @@ class RunPreparation:
             return dataclasses.replace(preparation, **settings)
 
 
+def data_module_of(loop: Any) -> Any:
+    """The data module that one of the Trainer's loops reads; None if it was given loaders.
+
+    `trainer.datamodule` is then that of an earlier call.
+
+    Args:
+        loop: a loop of a `pytorch_lightning.Trainer`, such as `trainer.fit_loop`.
+    """
+    source = loop._data_source.instance
+    if isinstance(source, pl.LightningDataModule):
+        return source
+    return None
+
+
 def record_preparation(module: Any) -> None:
     """Store the evaluation transforms of a run in its module, for its checkpoints and its later runs.
 
@@ -201,7 +215,7 @@ def record_preparation(module: Any) -> None:
         module: a `LightningModule`; its `preparation` becomes None if the data module of the run does not define one.
             Its `query_preparation` is the transform of queries, None unless the data has two sides.
     """
-    datamodule = module.trainer.datamodule
+    datamodule = data_module_of(module.trainer.fit_loop)
     module.preparation = getattr(datamodule, "serialised_preparation", None)
     module.query_preparation = getattr(datamodule, "serialised_query_preparation", None)
 

@@ -32,6 +32,7 @@ from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import logged_settings
+from lightning_retrieval.preparation.of_run import data_module_of
 from lightning_retrieval.ranking.labels import Role, finest
 from lightning_retrieval.training.full_sharding import copies_of, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
@@ -225,7 +226,7 @@ def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
         settings: plain data by name.
     """
     settings = dict(settings)
-    data_module = getattr(trainer, "datamodule", None)
+    data_module = data_module_of(trainer._active_loop)
     if data_module is not None:
         settings["data"] = logged_settings(data_module)
     if not settings:

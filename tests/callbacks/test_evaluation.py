@@ -737,6 +737,20 @@ def test_before_fit_needs_a_test_set(owner):
         make_trainer(RetrievalEvaluation(KS, before_fit=True)).fit(module, **given)
 
 
+def test_before_fit_evaluates_no_data_module_of_an_earlier_call():
+    class Data(pl.LightningDataModule):
+        def test_dataloader(self):
+            return DataLoader(labelled_points(9), batch_size=8)
+
+    module, evaluation = PointsModule(test=(3,)), RetrievalEvaluation(KS, before_fit=True)
+    run = make_trainer(evaluation)
+    run.test(module, datamodule=Data(), verbose=False)
+    run.fit(module, DataLoader(labelled_points(1), batch_size=8))
+    untrained = evaluation.results["untrained"]
+    (expected,) = make_trainer(RetrievalEvaluation(KS)).test(PointsModule(test=(3,)), verbose=False)
+    assert untrained == pytest.approx(expected, abs=1e-6)
+
+
 def test_prefixes_follow_the_form_of_the_loaders():
     one, other = DataLoader(labelled_points(1)), DataLoader(labelled_points(2))
     assert set_prefixes("val", one) == set_prefixes("val", [one]) == ["val/"]

@@ -244,6 +244,15 @@ def test_loaders_without_a_data_module():
     torch.testing.assert_close(proxies_of("ArcFaceLoss", state), centroids(points), check_dtype=False)
 
 
+def test_images_of_the_fit_count_and_not_those_of_an_earlier_call():
+    points, start = Points(3), Start()
+    run = quiet_trainer(callbacks=[ProxiesAtClassMeans(), start], max_steps=1, logger=False, enable_checkpointing=False)
+    module = RetrievalModule(Network(), loss_of("ArcFaceLoss"))
+    run.validate(module, datamodule=Data(Points(4)), verbose=False)
+    run.fit(module, DataLoader(points, batch_size=9))
+    torch.testing.assert_close(proxies_of("ArcFaceLoss", start.state), centroids(points), check_dtype=False)
+
+
 def test_a_class_without_images_keeps_its_proxies_with_a_warning():
     name, points = "SubCenterArcFaceLoss", Points(3)
     points.labels[points.labels == 2] = 8

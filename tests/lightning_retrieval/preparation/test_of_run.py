@@ -9,6 +9,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from PIL import Image
+from pytorch_lightning.loggers import Logger
 from torch import nn
 from torchvision.transforms import v2
 
@@ -156,6 +157,33 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
         run("predict", loaded, images_in(root, image_size=24))
     with pytest.raises(ValueError, match=r"^ImageFolder: .*reduced_scale=True\), got"):
         run("predict", loaded, images_in(root, reduced_scale=False))
+
+
+class Logged(Logger):
+    """Keeps hyperparameters."""
+
+    name = version = "logged"
+
+    def __init__(self):
+        super().__init__()
+        self.settings = {}
+
+    def log_hyperparams(self, params):
+        self.settings |= params
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+
+def test_a_run_with_loaders_records_nothing_of_the_data_module_of_an_earlier_call(tmp_path):
+    module, data, logged = RetrievalModule(Small(), SmoothAPLoss()), images_in(tmp_path / "images"), Logged()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **{**QUIET, "logger": logged})
+    trainer.validate(module, datamodule=data, verbose=False)
+    assert logged.settings.pop("data")
+    images = torch.rand(4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, torch.utils.data.DataLoader([*zip(images, [0, 0, 1, 1])], batch_size=4))
+    assert module.preparation is None
+    assert set(logged.settings) - {"data"} and "data" not in logged.settings
 
 
 def test_a_run_with_padded_images_is_continued_with_them(tmp_path):
