@@ -21,13 +21,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.base import Callback
-from lightning_retrieval.callbacks.training_images import batches_of, candidates_of, embedded, training_images
+from lightning_retrieval.callbacks.training_images import (
+    batches_of,
+    candidates_of,
+    embedded,
+    labels_of,
+    training_images,
+)
 from lightning_retrieval.compiled import uncompiled
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.losses.third_party import begin_at, check_classes, losses_that_begin, original_loss
 from lightning_retrieval.models.retrieval_network import evaluation_mode, normalized_inputs
 from lightning_retrieval.random_state import RandomState, step_random_state
+from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.module import RetrievalModule
 
 BATCH = 64  # images that are embedded at a time, whatever the number of processes
@@ -113,13 +120,14 @@ class ProxiesAtClassMeans(Callback):
         """The indices of the images that are embedded, in a random order that all processes share."""
         candidates = torch.tensor(candidates_of(dataset))
         order = candidates[torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))]
-        labels = getattr(dataset, "labels", None)
+        labels = labels_of(dataset)
         if labels is None:
             if self.images_per_class is None:
                 return order
-            rule, cure = "needs a data set with `labels`, one for each image", "leave it out, and embed all images"
-            raise InvalidValue(rule, argument="images_per_class", got=type(dataset).__name__, cure=cure)
-        labels = torch.as_tensor(labels)[order].reshape(len(order), -1)[:, 0]
+            rule = "needs a data set with `labels`, one integer or more for each image"
+            got, cure = type(dataset).__name__, "leave it out, and embed all images"
+            raise InvalidValue(rule, argument="images_per_class", got=got, cure=cure)
+        labels = labels[order]
         for loss in losses:
             check_classes("labels", labels, loss)
         if self.images_per_class is None:
@@ -174,7 +182,7 @@ def _first(pairs: Iterable[tuple[Tensor, Tensor]], count: int) -> Iterator[tuple
     """The normalised embeddings of the first batches and their labels, on the host; no rows of the other batches."""
     for number, (rows, labels) in enumerate(pairs):
         kept = len(rows) * (number < count)
-        yield normalize(to_host(rows).double())[:kept], to_host(labels).reshape(len(rows), -1)[:kept, 0]
+        yield normalize(to_host(rows).double())[:kept], finest(to_host(labels))[:kept]
 
 
 def _class_means(

@@ -4,14 +4,15 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_retrieval.backend import ModelParallelStrategy, pl
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device
-from lightning_retrieval.distributed import kept_integers, kept_rows
+from lightning_retrieval.distributed import kept_integers, kept_rows, to_host
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.of_run import data_module_of
 from lightning_retrieval.training.sides import is_two_sided
@@ -32,15 +33,16 @@ def training_images(trainer: pl.Trainer) -> Any:
     dataset: Any = getattr(datamodule, "train_set", None)
     if dataset is None:
         dataset = getattr(trainer.train_dataloader, "dataset", None)
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
         raise InvalidValue(
             "the training images must be known, as the data module's `train_set` or, in a fit, as the "
-            "train_dataloader's dataset with a length",
+            "train_dataloader's map-style dataset with a length",
             got=type(dataset).__name__,
             cure="pass the Trainer a RetrievalDataModule, or fit first",
         )
     if getattr(dataset, "two_sided", False):
-        return dataset.map_sides(lambda side, of_side: _as_evaluated(of_side, datamodule.modules[side]))
+        modules = getattr(datamodule, "modules", {})
+        return dataset.map_sides(lambda side, of_side: _as_evaluated(of_side, modules.get(side)))
     return _as_evaluated(dataset, datamodule)
 
 
@@ -57,6 +59,20 @@ def _as_evaluated(dataset: Any, datamodule: Any) -> Any:
 def candidates_of(dataset: Any) -> range:
     """The indices of the images of a training set; of a set with two sides, those of the candidates."""
     return range(getattr(dataset, "num_queries", 0), len(dataset))
+
+
+def labels_of(dataset: Any) -> Int[Tensor, " image"] | None:
+    """The finest label of each image, from the data set's `labels`; None if these are no integers for each image."""
+    labels = getattr(dataset, "labels", None)
+    if isinstance(labels, Tensor):
+        labels = to_host(labels)
+    try:
+        array = np.asarray(labels)
+    except (TypeError, ValueError):  # a tensor that no array can hold, or rows of unequal length
+        return None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or len(array) != len(dataset):
+        return None
+    return torch.from_numpy(array.reshape(len(array), -1)[:, 0].astype(np.int64))
 
 
 def batches_of(dataset: Any, batches: Sequence[Int[Tensor, " image"]], like: Any) -> DataLoader[Any]:

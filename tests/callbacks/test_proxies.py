@@ -19,6 +19,7 @@ from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import ProxiesAtClassMeans
 from lightning_retrieval.callbacks.proxies import BATCH
 from lightning_retrieval.datamodules import RetrievalDataModule
+from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.losses import WeightedSum
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
@@ -244,6 +245,64 @@ def test_loaders_without_a_data_module():
     torch.testing.assert_close(proxies_of("ArcFaceLoss", state), centroids(points), check_dtype=False)
 
 
+class Begun(SmoothAPLoss):
+    """A loss that keeps what it begins at."""
+
+    def begin_at(self, means, labels):
+        self.means = means
+
+
+def test_candidates_of_a_loader_with_two_sides_and_no_data_module():
+    pairs, module = PairSet(Points(4), Points(3)), RetrievalModule(Network(), Begun())
+    loader = DataLoader(pairs, batch_sampler=[[0, 4, 8, 27, 28, 32, 36]], collate_fn=pairs.collate)
+    quiet_trainer(callbacks=[ProxiesAtClassMeans()], max_steps=1, logger=False).fit(module, loader)
+    torch.testing.assert_close(module.loss.means, centroids(Points(3)), check_dtype=False)
+
+
+class Labelled(Points):
+    """Points whose data set tells their labels in another form."""
+
+    def __init__(self, labels_of_all):
+        super().__init__(3)
+        self.own, self.labels = self.labels, labels_of_all(self.labels)
+
+    def __len__(self):
+        return len(self.own)
+
+    def __getitem__(self, index):
+        return {"images": self.images[index], "labels": self.own[index], "ids": torch.tensor(index)}
+
+
+@pytest.mark.parametrize(
+    "labels_of_all",
+    [
+        lambda labels: labels.numpy().astype(">i8"),
+        lambda labels: labels.to(torch.uint16),
+        lambda labels: [(label, 0) for label in labels.tolist()],
+    ],
+    ids=["big-endian", "uint16", "levels"],
+)
+def test_labels_of_a_data_set_may_be_any_integers(labels_of_all):
+    points = Labelled(labels_of_all)
+    _, state = fit(loss_of("ArcFaceLoss"), DataLoader(points, batch_size=9), ProxiesAtClassMeans(images_per_class=4))
+    torch.testing.assert_close(proxies_of("ArcFaceLoss", state), centroids(Points(3)), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "labels_of_all",
+    [lambda labels: [f"class {label}" for label in labels], lambda labels: labels[:5], lambda labels: labels.tolist],
+    ids=["texts", "of some images", "method"],
+)
+def test_labels_of_a_data_set_that_are_no_integers_for_each_image_do_not_count(labels_of_all):
+    loader = DataLoader(Labelled(labels_of_all), batch_size=9)
+    _, state = fit(loss_of("ArcFaceLoss"), loader, ProxiesAtClassMeans())
+    torch.testing.assert_close(proxies_of("ArcFaceLoss", state), centroids(Points(3)), check_dtype=False)
+    with pytest.raises(
+        ValueError, match=r"^ProxiesAtClassMeans: `images_per_class` needs .* got Labelled; leave it out"
+    ):
+        fit(loss_of("ArcFaceLoss"), loader, ProxiesAtClassMeans(images_per_class=2))
+
+
 def test_images_of_the_fit_count_and_not_those_of_an_earlier_call():
     points, start = Points(3), Start()
     run = quiet_trainer(callbacks=[ProxiesAtClassMeans(), start], max_steps=1, logger=False, enable_checkpointing=False)
@@ -278,6 +337,17 @@ class Unlabelled(torch.utils.data.Dataset):
         return self.points[index]
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Points in a stream, with a length."""
+
+    def __len__(self):
+        return 27
+
+    def __iter__(self):
+        points = Points(3)
+        return (points[index] for index in range(len(points)))
+
+
 def not_finite():
     points = Points(3)
     points.images[5] = float("nan")
@@ -285,6 +355,7 @@ def not_finite():
 
 
 @pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
 @pytest.mark.parametrize(
     ("loss", "points", "settings", "sentence"),
     [
@@ -309,6 +380,7 @@ def not_finite():
             {"images_per_class": 2},
             "`images_per_class` needs a data set with `labels`.* got Unlabelled; leave it out",
         ),
+        (loss_of("ArcFaceLoss"), DataLoader(Stream(), 9), {}, "the training images must be known, .* got Stream; pass"),
         (loss_of("ArcFaceLoss"), not_finite(), {}, "embeddings must be finite, got NaN or inf"),
     ],
 )
