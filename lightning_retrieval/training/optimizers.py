@@ -255,7 +255,25 @@ def make_optimizer(
         raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
     sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
     optimizer = _make_fused(make, sorted_groups, module) if may_fuse else make(sorted_groups)
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_check_groups, type(module).__name__))
     return optimizer, _multiply_rates(optimizer, places)
+
+
+def _check_groups(owner: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raise unless a state that is loaded into an optimizer has as many parameters in each of as many groups."""
+    saved, present = _group_sizes(state["param_groups"]), _group_sizes(optimizer.param_groups)
+    if saved != present:
+        raise InvalidValue(
+            "a run must be continued with the parameter groups that it began with",
+            owner,
+            got=f"groups of {present} parameters, but {saved} in the checkpoint",
+            cure=f"train the same parameters, and keep {FACTORS} as they were; or load the weights only: "
+            f"{owner}.load_from_checkpoint(path)",
+        )
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _parameters_of_loss(module: Any, loss_lr_factor: float, of_networks: Container[nn.Parameter]) -> list[nn.Parameter]:

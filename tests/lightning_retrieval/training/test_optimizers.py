@@ -135,6 +135,25 @@ def test_without_a_factor_the_loss_is_in_the_group_of_the_network():
     assert module.embedder.scale in set(groups[3]["params"])
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(("before", "now"), [(1, 4), (4, 1)])
+def test_a_run_is_continued_with_its_parameter_groups(tmp_path, before, now):
+    """With another factor, or without one, the states would not belong to the parameters."""
+
+    def module(factor):
+        updates = Updates(loss_lr_factor=factor)
+        return RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, updates=updates)
+
+    fit(module(before), batches()).save_checkpoint(tmp_path / "half.ckpt")
+    sizes = {1: r"\[9, 2\]", 4: r"\[7, 2, 2\]"}
+    sentence = (
+        rf"must be continued with .*, got groups of {sizes[now]} parameters, but {sizes[before]} in .*loss_lr_factor"
+    )
+    resumed = trainer(max_epochs=2)
+    with pytest.raises(ValueError, match=f"^RetrievalModule: a run {sentence}"):
+        resumed.fit(module(now), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
+
+
 def test_a_parameter_that_the_loss_shares_with_the_network_has_the_rate_of_the_network():
     class Shares(LearnedTau):
         def __init__(self, scale):
