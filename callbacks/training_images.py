@@ -31,13 +31,15 @@ def training_images(trainer: pl.Trainer) -> Any:
     """A copy of the training set that reads its images as in evaluation."""
     datamodule = data_module_of(trainer.fit_loop)
     dataset: Any = getattr(datamodule, "train_set", None)
-    if dataset is None:
-        dataset = getattr(trainer.train_dataloader, "dataset", None)
+    loader = trainer.train_dataloader
+    if dataset is None and getattr(loader, "batch_sampler", None) is not None:  # else the items may be batches
+        dataset = loader.dataset
     if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
+        unknown = loader if dataset is None else dataset
         raise InvalidValue(
-            "the training images must be known, as the data module's `train_set` or, in a fit, as the "
-            "train_dataloader's map-style dataset with a length",
-            got=type(dataset).__name__,
+            "the training images must be known, as the data module's `train_set` or, in a fit, as the map-style "
+            "dataset, with a length, of whose items the train_dataloader makes batches",
+            got=type(unknown).__name__,
             cure="pass the Trainer a RetrievalDataModule, or fit first",
         )
     if getattr(dataset, "two_sided", False):

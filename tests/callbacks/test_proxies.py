@@ -380,6 +380,12 @@ def not_finite():
             {"images_per_class": 2},
             "`images_per_class` needs a data set with `labels`.* got Unlabelled; leave it out",
         ),
+        (
+            loss_of("ArcFaceLoss"),
+            DataLoader([{"images": torch.ones(4, 6), "labels": torch.tensor([0, 0, 1, 1])}], batch_size=None),
+            {},
+            "the training images must be known, .* got DataLoader; pass",
+        ),
         (loss_of("ArcFaceLoss"), DataLoader(Stream(), 9), {}, "the training images must be known, .* got Stream; pass"),
         (loss_of("ArcFaceLoss"), not_finite(), {}, "embeddings must be finite, got NaN or inf"),
     ],
