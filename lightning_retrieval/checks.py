@@ -22,6 +22,7 @@ from lightning_retrieval.invalid import InvalidType, InvalidValue
 # With settings outside this range, a formula overflows or underflows in float32, so that a loss becomes NaN.
 SMALLEST, LARGEST = 1e-12, 1e12
 LARGEST_INTEGER = 2**63 - 1  # limit of int64
+NO_NUMBERS = (bool, np.timedelta64)  # NumPy and Python count them among the integers
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, limits of common file systems
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -97,12 +98,12 @@ def check_finite_number(
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number of Python or NumPy. A bool is not a number."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, NO_NUMBERS)
 
 
 def _is_integer(value: Any) -> bool:
     """Whether a value is an integer of Python or NumPy. A bool is not an integer."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, NO_NUMBERS)
 
 
 def _is_finite(value: Any) -> bool:
@@ -270,6 +271,9 @@ def check_tensor(name: str, value: Any, *, owner: str = "") -> None:
         raise InvalidType("must be a tensor", owner, name, got=f"a NumPy array of {value.dtype}", cure=cure)
     if not isinstance(value, Tensor):
         raise InvalidType("must be a tensor", owner, name, got=type(value).__name__)
+    if value.is_nested:
+        cure = "call torch.nested.to_padded_tensor, or give rows of one length"
+        raise InvalidType("must be a dense tensor", owner, name, got="a nested tensor", cure=cure)
     if value.layout is not torch.strided:
         raise InvalidType(
             "must be a dense tensor", owner, name, got=f"the layout {value.layout}", cure="call to_dense()"

@@ -1,6 +1,7 @@
 """The shared checks: what they return, and their sentences."""
 
 import functools
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,15 @@ integer = functools.partial(checks.check_integer, least=1, most=9)
 instance = functools.partial(checks.check_instance, kind=Path)
 choice = functools.partial(checks.check_choice, choices=(False, "full"))
 
+with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
 INVALID = {
     TypeError: [
         (integer, np.float64(3.0), r"an integer >= 1, got .*3\.0.*"),
         (integer, torch.tensor(3), r"an integer >= 1, got tensor\(3\) \(Tensor\)"),
+        (integer, np.timedelta64(3, "s"), r"an integer >= 1, got .*timedelta64.*"),
+        (checks.check_positive, np.timedelta64(3, "s"), r"a number > 0, got .*timedelta64.*"),
         (checks.check_tensor, np.ones(2), "a tensor, got a NumPy array of float64; torch.from_numpy converts it"),
         (checks.check_tensor, np.array(["a"]), "a tensor, got a NumPy array of <U1"),
         (
@@ -60,6 +65,7 @@ INVALID = {
         (checks.check_sequence, "ab", r"a list, got 'ab' \(str\)"),
         (instance, 3, r"an instance of Path, got 3 \(int\)"),
         (checks.check_float, torch.eye(2).to_sparse(), r"a dense tensor, got the layout torch.sparse_coo; call .*"),
+        (checks.check_float, NESTED, "a dense tensor, got a nested tensor; call .*"),
         (checks.check_float, torch.ones(2, dtype=torch.complex64), "floating point, got torch.complex64"),
     ],
     ValueError: [
