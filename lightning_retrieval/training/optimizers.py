@@ -259,16 +259,16 @@ def make_optimizer(
     return optimizer, _multiply_rates(optimizer, places)
 
 
-def _check_groups(owner: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _check_groups(module_name: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Raise unless a state that is loaded into an optimizer has as many parameters in each of as many groups."""
     saved, present = _group_sizes(state["param_groups"]), _group_sizes(optimizer.param_groups)
     if saved != present:
         raise InvalidValue(
             "a run must be continued with the parameter groups that it began with",
-            owner,
+            module_name,
             got=f"groups of {present} parameters, but {saved} in the checkpoint",
             cure=f"train the same parameters, and keep {FACTORS} as they were; or load the weights only: "
-            f"{owner}.load_from_checkpoint(path)",
+            f"{module_name}.load_from_checkpoint(path)",
         )
 
 
