@@ -231,7 +231,7 @@ class ImageSearcher:
             if len(embedded.positions) == 0 and not texts:
                 cure = ""
                 if Path(queries[0]).is_dir():
-                    cure = f"give the images in it, such as {shlex.quote(queries[0])}/*"
+                    cure = f"give the images in it, such as {shlex.quote(str(Path(queries[0])))}/*"
                 rule = f"none of the {len(queries)} queries can be read, the first: {unreadable[0]}"
                 raise InvalidValue(rule, cure=cure)
             readable = [queries[position] for position in embedded.positions.tolist()]

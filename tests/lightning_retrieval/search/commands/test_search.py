@@ -102,9 +102,10 @@ def test_unreadable_queries_are_named_and_the_others_searched(indexed, tmp_path,
     assert (code, out) == (2, "")
     assert err.startswith(f"search: none of the 1 queries can be read, the first: cannot read the image {missing} (")
     folder = indexed / "images"
-    code, out, err = command(capsys, "search", folder, *args)
-    assert (code, out) == (2, "")
-    assert err.endswith(f"{folder} (it is a folder, not a file); give the images in it, such as {folder}/*.\n")
+    for query, shown in ((folder, folder), (f"{folder}/", folder), ("", ".")):
+        code, out, err = command(capsys, "search", query, *args)
+        assert (code, out) == (2, "")
+        assert err.endswith(f"(it is a folder, not a file); give the images in it, such as {shown}/*.\n")
 
 
 @pytest.mark.refusal
