@@ -31,7 +31,7 @@ def training_images(trainer: pl.Trainer) -> Any:
     """A copy of the training set that reads its images as in evaluation."""
     datamodule = data_module_of(trainer.fit_loop)
     dataset: Any = getattr(datamodule, "train_set", None)
-    loader = trainer.train_dataloader
+    loader: Any = trainer.train_dataloader
     if dataset is None and getattr(loader, "batch_sampler", None) is not None:  # else the items may be batches
         dataset = loader.dataset
     if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
