@@ -249,7 +249,9 @@ def test_invalid_input_raises_and_changes_nothing():
         (index.add, (TWO, np.array(["1", "2"])), "`ids` must be integers, got a NumPy array of <U1"),
         (index.add, (TWO, np.array([1, 1], ">i2")), "`ids` must differ, got 1 for several rows"),
         (index.remove, (torch.tensor([999, 3]),), "`ids` must be in the index, got 3, which is not"),
+        (index.remove, (torch.tensor([999.0]),), "`ids` must be integers, got torch.float32"),
         (index.paths, (torch.tensor([5000]),), "`ids` must be in the index, got 5000, which is not"),
+        (index.paths, (np.array([999.5]),), "`ids` must be integers, got torch.float64"),
     ]:
         with pytest.raises((ValueError, TypeError), match=rf"^RetrievalIndex: .*{message}"):
             method(*arguments)
