@@ -155,6 +155,9 @@ def test_a_split_named_test_is_evaluated_and_the_other_one_compared(glyphs, tmp_
     )
     assert code == 0, err
     assert "a.html: the page; " in out
+    printed = re.findall(r"^(\S+) +\d\.\d{4} \(", out, re.MULTILINE)
+    assert printed[:2] == ["mAP", "R@1"]
+    assert "mAP@R" not in printed
     rows = rows_of(tmp_path / "a.csv")
     assert sum(row["finding"] == "query" for row in rows) == 12
     assert {row["label"] for row in rows if row["finding"] == "class"} == {"class0", "class1"}
