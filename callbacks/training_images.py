@@ -10,21 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_retrieval.backend import ModelParallelStrategy, pl
+from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.evaluation_sets import batches_on_device
 from lightning_retrieval.distributed import kept_integers, kept_rows, to_host
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.of_run import data_module_of
+from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.sides import is_two_sided
-
-
-def check_unsharded(trainer: pl.Trainer) -> None:
-    """Raise if the network is sharded, so that all processes must embed equally many batches."""
-    if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:
-        raise InvalidValue(
-            "the processes may embed unequal numbers of batches, for which ModelParallelStrategy would wait forever",
-            cure="run it with Trainer(strategy='ddp'), and continue from a checkpoint",
-        )
 
 
 def training_images(trainer: pl.Trainer) -> Any:
@@ -74,7 +66,7 @@ def labels_of(dataset: Any) -> Int[Tensor, " image"] | None:
         return None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or len(array) != len(dataset):
         return None
-    return torch.from_numpy(array.reshape(len(array), -1)[:, 0].astype(np.int64))
+    return finest(torch.from_numpy(array.astype(np.int64)))
 
 
 def batches_of(dataset: Any, batches: Sequence[Int[Tensor, " image"]], like: Any) -> DataLoader[Any]:

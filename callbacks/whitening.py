@@ -7,16 +7,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval.arguments import Several, checked
-from lightning_retrieval.backend import pl, rank_zero_warn
+from lightning_retrieval.backend import ModelParallelStrategy, pl, rank_zero_warn
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation_sets import loader_list
-from lightning_retrieval.callbacks.training_images import (
-    batches_of,
-    candidates_of,
-    check_unsharded,
-    embedded,
-    training_images,
-)
+from lightning_retrieval.callbacks.training_images import batches_of, candidates_of, embedded, training_images
 from lightning_retrieval.distributed import rank, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.whitening import Whitening
@@ -69,7 +63,12 @@ class LearnWhitening(Callback):
 
     @owned
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_unsharded(trainer)
+        if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:
+            raise InvalidValue(
+                "the processes may embed unequal numbers of batches, for which ModelParallelStrategy would wait "
+                "forever",
+                cure="run it with Trainer(strategy='ddp'), and continue from a checkpoint",
+            )
         dim = _whitening(pl_module).dim
         if dim is not None and self.images <= dim:
             rule = f"must be larger than the whitening's dim, {dim}"
