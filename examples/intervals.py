@@ -16,3 +16,9 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
     quantile = T_QUANTILES[min(len(differences) - 1, len(T_QUANTILES)) - 1]
     half = quantile * statistics.stdev(differences) / len(differences) ** 0.5
     return mean, mean - half, mean + half
+
+
+def shown_interval(differences: Sequence[float]) -> str:
+    """Return the mean of paired differences with its interval."""
+    mean, low, high = interval(differences)
+    return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from intervals import interval
+from intervals import interval, shown_interval
 from matplotlib.figure import Figure
 from results_file import write_file
 from study_decision import (
@@ -25,6 +25,7 @@ from study_decision import (
 from study_entrants import LOG_RANK
 from study_experiments import Setting
 from study_pairs import TASKS, TRAINED_CLASSES
+from study_report import draw_interval
 
 PHRASES = {
     "above": "above",
@@ -161,8 +162,7 @@ class ChoicePage:
                 cells.append("")
                 if name != self.candidate:
                     found = self.differences(task, name, metric, trained_classes=trained_classes)
-                    mean, low, high = interval(found)
-                    cells[-1] = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+                    cells[-1] = shown_interval(found)
             seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in FRESH_SEEDS]
             cells.append(f"{statistics.median(seconds):.0f} s")
             lines.append(f"| {' | '.join(cells)} |")
@@ -184,8 +184,7 @@ class ChoicePage:
             shown = f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
             above = ""
             if name != LOG_RANK:
-                mean, low, high = interval([one - other for one, other in zip(values, of_log_rank)])
-                above = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+                above = shown_interval([one - other for one, other in zip(values, of_log_rank)])
             seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in RANKING_SEEDS]
             cells = [name, describe(setting), shown, above, f"{statistics.median(seconds):.0f} s"]
             lines.append(f"| {' | '.join(cells)} |")
@@ -201,10 +200,7 @@ class ChoicePage:
             row[0].set_ylim(len(self.peers) - 0.5, -0.5)
             for axes, task in zip(row, self.chosen):
                 for place, peer in enumerate(self.peers):
-                    mean, low, high = interval(self.differences(task, peer, metric))
-                    axes.errorbar(
-                        mean, place, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=color(low, high)
-                    )
+                    draw_interval(axes, place, interval(self.differences(task, peer, metric)))
                 axes.axvline(0, color="black", linewidth=0.8)
                 axes.grid(alpha=0.3)
                 axes.tick_params(axis="x", labelsize=8)
@@ -215,15 +211,6 @@ class ChoicePage:
         figure.supxlabel(text, fontsize=9)
         figure.set_layout_engine("constrained")
         return figure
-
-
-def color(low: float, high: float) -> str:
-    """Return the color of an interval: blue above 0, red below 0, gray if it contains 0."""
-    if low > 0:
-        return "tab:blue"
-    if high < 0:
-        return "tab:red"
-    return "tab:gray"
 
 
 def describe(setting: Setting) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from intervals import interval
+from intervals import interval, shown_interval
 from study_entrants import CANDIDATES, LOG_RANK, PEERS
 from study_experiments import Setting
 from study_pairs import TRAINED_CLASSES
@@ -138,10 +138,7 @@ def decision(chosen: Chosen, results: Results) -> str:
                 of_metrics[metric][peer] = differences(settings[candidate], settings[peer], metric, results)
         of_tasks[task] = verdicts(of_metrics)
         for peer in peers:
-            shown = []
-            for metric in METRICS:
-                mean, low, high = interval(of_metrics[metric][peer])
-                shown.append(f"{mean:+.4f} ({low:+.4f} to {high:+.4f})")
+            shown = [shown_interval(of_metrics[metric][peer]) for metric in METRICS]
             lines.append(" | ".join([peer, task, *shown, of_tasks[task][peer]]))
     outcome = "has won" if has_won(of_tasks) else "has not won"
     return "\n".join([*lines, f"{candidate} {outcome}"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from intervals import interval
+from intervals import interval, shown_interval
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -404,13 +404,8 @@ def plot_comparisons(comparisons: Comparisons) -> Figure:
     figure = Figure(figsize=(4.2 + 1.5 * len(comparisons), 1.4 + 0.24 * len(labels)), dpi=100)
     columns = figure.subplots(1, max(1, len(comparisons)), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (task, rows) in zip(columns, comparisons.items()):
-        for label, (mean, low, high) in rows.items():
-            color = "tab:gray"
-            if low > 0:
-                color = "tab:blue"
-            elif high < 0:
-                color = "tab:red"
-            axes.errorbar(mean, labels.index(label), xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=color)
+        for label, found in rows.items():
+            draw_interval(axes, labels.index(label), found)
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_title(textwrap.fill(task, 19), fontsize=8)
         axes.grid(axis="y", alpha=0.3)
@@ -422,6 +417,17 @@ def plot_comparisons(comparisons: Comparisons) -> Figure:
     figure.supxlabel(text, fontsize=9)
     figure.set_layout_engine("constrained")
     return figure
+
+
+def draw_interval(axes: Axes, place: int, found: Interval) -> None:
+    """Draw a mean with its interval in a row of a plot: blue above 0, red below 0, gray if it contains 0."""
+    mean, low, high = found
+    color = "tab:gray"
+    if low > 0:
+        color = "tab:blue"
+    elif high < 0:
+        color = "tab:red"
+    axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", ms=4, color=color)
 
 
 def metric_of_label(label: str) -> int:
@@ -470,8 +476,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> str:
     differences = [a - b for a, b in zip(one, other)]
     if len(differences) == 1:
         return f"{differences[0]:+.4f}"
-    mean, low, high = interval(differences)
-    return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+    return shown_interval(differences)
 
 
 def label_of_metric(experiment: Experiment) -> str:
