@@ -33,7 +33,7 @@ from typing import Any
 from results_file import append_result, read_results, write_results
 from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
 from study_choice_page import ChoicePage, describe
-from study_decision import RANKING_SEEDS, decision, final_runs, finalists, held_out, leaves
+from study_decision import RANKING_SEEDS, decision, final_runs, finalists, further_runs, held_out, leaves
 from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from study_experiments import Setting
 from study_pairs import CHOICE_SEED, SCALES, TASKS
@@ -295,6 +295,7 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
     failed: set[str] = set()
     for task, settings in chosen.items():
         runs = final_runs(task, [settings[name] for name in (candidate, *peers)])
+        runs += further_runs(task, settings.values())
         missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
         failed |= run_all(missing, task, results, options)
     if not failed:

@@ -2,8 +2,7 @@
 
 import statistics
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ from study_decision import (
     RANKING_SEEDS,
     Chosen,
     Results,
+    among_trained,
     differences,
     finalists,
     has_won,
     leaves,
+    on_test_set,
     verdicts,
 )
 from study_entrants import LOG_RANK
@@ -32,7 +33,7 @@ PHRASES = {
     "above without Holm's correction": "above, but not with Holm's correction,",
     "level": "level with",
     "below": "below",
-    "below in R@1": "below in R@1, against",
+    "below in R@1": "not below in mAP, but in R@1, against",
 }
 INTRODUCTION = """
 # The best loss on five tasks
@@ -76,8 +77,11 @@ class ChoicePage:
     def introduction(self) -> str:
         """Return the first part of the page, which begins with the outcome."""
         of_tasks = {task: self.verdicts(task) for task in self.chosen}
-        outcome = "has won" if has_won(of_tasks) else "has not won"
-        lines = [f"**{self.candidate} {outcome}** against the six best peers."]
+        outcome = "has not won: no loss is the best on all tasks"
+        if has_won(of_tasks):
+            outcome = "has won"
+        candidate = capital(self.candidate)
+        lines = [wrapped(f"{candidate}, the best of the candidates, **{outcome}**. It met {len(self.peers)} peers:")]
         for task, found in of_tasks.items():
             groups: dict[str, list[str]] = {}
             for peer, verdict in found.items():
@@ -99,17 +103,18 @@ class ChoicePage:
             of_metrics[metric] = {peer: self.differences(task, peer, metric) for peer in self.peers}
         found = verdicts(of_metrics)
         for peer, verdict in found.items():
-            if verdict == "neither":
-                high = interval(of_metrics["mAP"][peer])[2]
-                found[peer] = "below" if high < 0 else "above without Holm's correction"
+            _, low, high = interval(of_metrics["mAP"][peer])
+            if high < 0:
+                found[peer] = "below"
+            elif verdict == "neither" and low > 0:
+                found[peer] = "above without Holm's correction"
         return found
 
     def differences(self, task: str, peer: str, metric: str, *, trained_classes: bool = False) -> list[float]:
         """Return the paired differences of the candidate from a peer on the test set, or among trained classes."""
-        settings = [
-            replace(self.chosen[task][name], trained_classes=trained_classes) for name in (self.candidate, peer)
-        ]
-        return differences(settings[0], settings[1], metric, self.results)
+        evaluated = among_trained if trained_classes else on_test_set
+        one, other = (evaluated(self.chosen[task][name]) for name in (self.candidate, peer))
+        return differences(one, other, metric, self.results)
 
     def values(self, setting: Setting, metric: str, seeds: Sequence[int]) -> list[float]:
         """Return a metric of a setting for each seed."""
@@ -117,44 +122,61 @@ class ChoicePage:
 
     def all_losses(self) -> str:
         """Return the table of all entrants on all tasks."""
-        titles = [capital(TASKS[task].title) for task in self.chosen]
+        columns: list[tuple[str, Mapping[str, Setting]]] = []
+        for task, settings in self.chosen.items():
+            columns.append((capital(TASKS[task].title), settings))
+        for task in TRAINED_CLASSES:
+            trained = {name: among_trained(setting) for name, setting in self.chosen[task].items()}
+            columns.append((f"{capital(TASKS[task].title)}, trained classes", trained))
         lines = [
-            "## All losses on held-out classes",
+            "## All losses",
             "",
             wrapped(
-                "Mean mAP, R@1 and mAP@R of the seeds 0 to 2 with the chosen settings, which are below. A star marks "
-                "a peer that was so far below log rank that it left the task; one that left early was tuned with half "
-                "of the images only."
+                "Mean mAP, R@1 and mAP@R of the seeds 0 to 2 with the chosen settings, which are below. The columns "
+                "on trained classes have other images of these classes, for which nothing is chosen; the others have "
+                "held-out classes. A star marks a peer that was so far below log rank that it left the task; one that "
+                "left early was tuned with half of the images only."
             ),
             "",
-            f"| loss | {' | '.join(titles)} |",
-            "| --- " * (1 + len(titles)) + "|",
+            f"| loss | {' | '.join(title for title, _ in columns)} |",
+            "| --- " * (1 + len(columns)) + "|",
         ]
-        for name in self.chosen[next(iter(self.chosen))]:
+        for name in self.names():
             cells = [name]
-            for settings in self.chosen.values():
+            for _, settings in columns:
                 means = [statistics.fmean(self.values(settings[name], metric, RANKING_SEEDS)) for metric in METRICS]
-                star = "\\*" if leaves(name, settings, self.results) else ""
+                star = ""
+                if settings[name].held_out and leaves(name, settings, self.results):
+                    star = "\\*"
                 cells.append(", ".join(f"{mean:.4f}" for mean in means) + star)
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def names(self) -> list[str]:
+        """Return the names of all entrants."""
+        return list(self.chosen[next(iter(self.chosen))])
+
     def decision(self, task: str, *, trained_classes: bool = False) -> str:
         """Return the section on the candidate and the peers on a task: on the test set, or among trained classes."""
         title = capital(TASKS[task].title)
+        evaluated = on_test_set
         if trained_classes:
             title += ", among trained classes"
+            evaluated = among_trained
         seeds = f"{FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}"
         lines = [
             f"## {title}",
             "",
-            f"Means of the seeds {seeds}. The differences are {self.candidate} minus the loss of the row.",
+            wrapped(
+                f"Means of the seeds {seeds}. The differences are {self.candidate}, minus the loss of the row; those "
+                "in the last but one column are the loss of the row minus log rank, in mAP."
+            ),
             "",
-            "| loss | mAP | R@1 | mAP@R | difference in mAP | in R@1 | in mAP@R | CPU time of a run |",
-            "| --- " * 8 + "|",
+            "| loss | mAP | R@1 | mAP@R | difference in mAP | in R@1 | in mAP@R | minus log rank | CPU time of a run |",
+            "| --- " * 9 + "|",
         ]
         for name in (self.candidate, *self.peers):
-            setting = replace(self.chosen[task][name], held_out=False, trained_classes=trained_classes)
+            setting = evaluated(self.chosen[task][name])
             cells = [name]
             for metric in METRICS:
                 cells.append(f"{statistics.fmean(self.values(setting, metric, FRESH_SEEDS)):.4f}")
@@ -163,32 +185,50 @@ class ChoicePage:
                 if name != self.candidate:
                     found = self.differences(task, name, metric, trained_classes=trained_classes)
                     cells[-1] = shown_interval(found)
+            cells.append("")
+            if name != LOG_RANK and LOG_RANK in self.peers:
+                log_rank = evaluated(self.chosen[task][LOG_RANK])
+                cells[-1] = shown_interval(differences(setting, log_rank, "mAP", self.results))
             seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in FRESH_SEEDS]
             cells.append(f"{statistics.median(seconds):.0f} s")
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
     def settings(self, task: str) -> str:
-        """Return the section on the chosen settings of all entrants on a task."""
+        """Return the section on the chosen settings of all entrants on a task, and on their distance from log rank."""
+        settings = self.chosen[task]
+        columns = [(metric, settings) for metric in METRICS]
+        if task in TRAINED_CLASSES:
+            trained = {name: among_trained(setting) for name, setting in settings.items()}
+            columns.append(("mAP among trained classes", trained))
         lines = [
-            f"## Chosen settings: {TASKS[task].title}",
+            f"## Each loss: {TASKS[task].title}",
             "",
-            "On held-out classes; the mean of the seeds 0 to 2 with the lowest and the highest value.",
+            wrapped(
+                "Each loss minus log rank, with the 95 % interval over the seeds 0 to 2 on held-out classes, and the "
+                "chosen settings."
+            ),
             "",
-            "| loss | setting | mAP | above log rank by | CPU time of a run |",
-            "| --- " * 5 + "|",
+            f"| loss | {' | '.join(title for title, _ in columns)} | CPU time of a run | setting |",
+            "| --- " * (3 + len(columns)) + "|",
         ]
-        of_log_rank = self.values(self.chosen[task][LOG_RANK], "mAP", RANKING_SEEDS)
-        for name, setting in self.chosen[task].items():
-            values = self.values(setting, "mAP", RANKING_SEEDS)
-            shown = f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-            above = ""
-            if name != LOG_RANK:
-                above = shown_interval([one - other for one, other in zip(values, of_log_rank)])
+        for name, setting in settings.items():
+            cells = [name]
+            for title, evaluated in columns:
+                cells.append("")
+                if name != LOG_RANK:
+                    cells[-1] = shown_interval(self.above_log_rank(evaluated, name, title.split()[0]))
             seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in RANKING_SEEDS]
-            cells = [name, describe(setting), shown, above, f"{statistics.median(seconds):.0f} s"]
+            cells += [f"{statistics.median(seconds):.0f} s", describe(setting)]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
+
+    def above_log_rank(self, settings: Mapping[str, Setting], name: str, metric: str) -> list[float]:
+        """Return the paired differences of an entrant from log rank, over the seeds of the ranking."""
+        pairs = zip(
+            self.values(settings[name], metric, RANKING_SEEDS), self.values(settings[LOG_RANK], metric, RANKING_SEEDS)
+        )
+        return [one - other for one, other in pairs]
 
     def plot(self) -> Figure:
         """Plot the differences in each metric: a column for each task, a row for each peer."""

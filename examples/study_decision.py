@@ -1,8 +1,9 @@
 """The decision of docs/study/candidates.md: which candidate meets which peers, with which runs, and whether it wins."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,22 +52,36 @@ def finalists(chosen: Chosen, results: Results) -> tuple[str, list[str]]:
     return min(CANDIDATES, key=rank), sorted(stay, key=rank)[:MOST_PEERS]
 
 
+def on_test_set(setting: Setting) -> Setting:
+    """Return a chosen setting that is evaluated on the test set."""
+    return replace(setting, held_out=False)
+
+
+def among_trained(setting: Setting) -> Setting:
+    """Return a chosen setting that is evaluated among trained classes."""
+    return replace(setting, held_out=False, trained_classes=True)
+
+
 def final_runs(task: str, settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
     """Return the runs of the decision on a task: on the test set, and on two tasks among trained classes as well."""
-    tested = [replace(setting, held_out=False) for setting in settings]
+    tested = list(map(on_test_set, settings))
     if task in TRAINED_CLASSES:
-        tested += [replace(setting, trained_classes=True) for setting in tested]
-    runs = []
-    for seed in FRESH_SEEDS:
-        runs += [(setting, seed) for setting in tested]
-    return runs
+        tested += map(among_trained, settings)
+    return list(itertools.product(tested, FRESH_SEEDS))
+
+
+def further_runs(task: str, settings: Iterable[Setting]) -> list[tuple[Setting, int]]:
+    """Return the runs of all entrants among trained classes, which decide nothing."""
+    if task not in TRAINED_CLASSES:
+        return []
+    return list(itertools.product(map(among_trained, settings), RANKING_SEEDS))
 
 
 def differences(one: Setting, other: Setting, metric: str, results: Results) -> list[float]:
-    """Return the paired differences of a metric of the test set."""
+    """Return the paired differences of a metric over the fresh seeds."""
     found = []
     for seed in FRESH_SEEDS:
-        pair = [results[replace(each, held_out=False).key(seed)]["metrics"][metric] for each in (one, other)]
+        pair = [results[each.key(seed)]["metrics"][metric] for each in (one, other)]
         found.append(pair[0] - pair[1])
     return found
 
@@ -135,7 +150,8 @@ def decision(chosen: Chosen, results: Results) -> str:
         for metric in METRICS:
             of_metrics[metric] = {}
             for peer in peers:
-                of_metrics[metric][peer] = differences(settings[candidate], settings[peer], metric, results)
+                one, other = on_test_set(settings[candidate]), on_test_set(settings[peer])
+                of_metrics[metric][peer] = differences(one, other, metric, results)
         of_tasks[task] = verdicts(of_metrics)
         for peer in peers:
             shown = [shown_interval(of_metrics[metric][peer]) for metric in METRICS]
