@@ -17,16 +17,16 @@ from lightning_retrieval.losses import LogRankLoss
 from lightning_retrieval.losses.log_rank import softplus_step
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, at
 from lightning_retrieval.losses.soft_ranks import count_above
+from lightning_retrieval.losses.third_party import begin_at
 
-PROXIES = {  # the name of the parameter with the proxies, and the dimension along which they are numbered
-    "ArcFaceLoss": ("W", 1),
-    "SubCenterArcFaceLoss": ("W", 1),
-    "CosFaceLoss": ("W", 1),
-    "NormalizedSoftmaxLoss": ("W", 1),
-    "ProxyAnchorLoss": ("proxies", 0),
-    "SoftTripleLoss": ("fc", 1),
-}
-SPREAD = 0.1  # length of the random differences between several proxies of a class, which has a mean of length 1
+PROXY_LOSSES = (
+    "ArcFaceLoss",
+    "SubCenterArcFaceLoss",
+    "CosFaceLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyAnchorLoss",
+    "SoftTripleLoss",
+)
 MEANS_BATCH = 512  # images that are embedded at a time
 
 
@@ -125,13 +125,7 @@ class ProxyLoss(nn.Module):
     @torch.no_grad()
     def begin_at(self, means: Tensor) -> None:
         """Set the proxies of each class to its mean, up to a small random difference if a class has several."""
-        parameter, dimension = PROXIES[self.name]
-        proxies = getattr(self.loss, parameter)
-        count = proxies.shape[dimension] // len(means)
-        values = means.repeat_interleave(count, 0)
-        if count > 1:
-            values = values + SPREAD * normalize(torch.randn_like(values))
-        proxies.copy_(normalize(values).movedim(0, dimension))
+        begin_at(self.loss, means, torch.arange(len(means), device=means.device))
 
 
 def proxy_losses(module: nn.Module) -> list[ProxyLoss]:

@@ -18,7 +18,7 @@ from study_callbacks import DriftRecord, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
 from study_features import Table, stored_inputs, trained_part
 from study_peers import (
-    PROXIES,
+    PROXY_LOSSES,
     InfoNCELoss,
     MinedTripletLoss,
     ProxyLoss,
@@ -245,7 +245,7 @@ def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 def make_term(name: str, setting: Setting, arguments: Mapping[str, Any], classes: torch.Tensor | None) -> nn.Module:
     """Create a loss of a setting, with proxies of the training classes if it has any that are trained apart."""
-    if classes is None or name not in PROXIES:
+    if classes is None or name not in PROXY_LOSSES:
         return make_loss(name, arguments)
     return ProxyLoss(name, classes, {"embedding_size": setting.dim, **arguments})
 
