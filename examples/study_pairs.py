@@ -19,6 +19,7 @@ TEMPERATURES = (0.01, 0.02, 0.03, 0.05, 0.1)
 WIDE_TAU = 0.05
 WIDE_START = f"log rank, with tau {WIDE_TAU} for 20 % of the steps"
 PER_CLASS = (2, 4, 8, 16)
+POWERS = (0.0, 0.5, 1.0, 2.0)
 LIST_LENGTHS = (128, 512, 2_048)
 RATE_FACTORS = (1, 2, 4)  # a batch that is longer may need a higher learning rate
 
@@ -247,6 +248,28 @@ def temperatures(title: str, task: str, chosen: Mapping[str, Setting]) -> Experi
     )
 
 
+def weights_of_positives(title: str, task: str, chosen: Mapping[str, Setting]) -> Experiment:
+    """Return the comparison of weights on the positives of log rank."""
+    start = replace(chosen[LOG_RANK], loss="WeightedLogRankLoss")
+    rows = {}
+    claims = []
+    for p in POWERS:
+        rows[f"p {p:g}"] = replace(start, loss_args={**start.loss_args, "p": p})
+    for metric in ("mAP", "R@1"):
+        for p in POWERS[1:]:
+            claims.append(Finding(f"p {p:g} is above p 0", f"p {p:g}", "p 0", metric=metric))
+    return Experiment(
+        f"Weights of positives: {title}",
+        "Log rank whose k-th best positive has a weight in proportion to k^-p, with the settings that were chosen "
+        "above for log rank, which has p 0. The seeds are 40 to 44, which no other experiment has; the comparisons and "
+        "what they decide were [written down before the runs](candidates.md#weights-alone).",
+        {"": rows},
+        claims,
+        seeds=range(40, 45),
+        chosen_by=f"choice_{task}",
+    )
+
+
 def images_of_each_class(chosen: Mapping[str, Setting]) -> Experiment:
     """Return the sweep of K, with batches of the same size."""
     starts = {SMOOTH_AP: chosen[SMOOTH_AP], MULTI_SIMILARITY: chosen[MULTI_SIMILARITY]}
@@ -347,6 +370,7 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             seeds=task.seeds,
             chosen_by=f"choice_{name}",
         )
+        experiments[f"weights_{name}"] = weights_of_positives(task.title, name, chosen)
         if name in TRAINED_CLASSES:
             experiments[f"trained_{name}"] = among_trained(task, name, chosen)
         if name in SWEPT:
