@@ -254,10 +254,10 @@ def weights_of_positives(title: str, task: str, chosen: Mapping[str, Setting]) -
     rows = {}
     claims = []
     for p in POWERS:
-        rows[f"p {p:g}"] = replace(start, loss_args={**start.loss_args, "p": p})
+        rows[f"log rank, p {p:g}"] = replace(start, loss_args={**start.loss_args, "p": p})
     for metric in ("mAP", "R@1"):
-        for p in POWERS[1:]:
-            claims.append(Finding(f"p {p:g} is above p 0", f"p {p:g}", "p 0", metric=metric))
+        for row in list(rows)[1:]:
+            claims.append(Finding(f"{row}, is above p 0", row, "log rank, p 0", metric=metric))
     return Experiment(
         f"Weights of positives: {title}",
         "Log rank whose k-th best positive has a weight in proportion to k^-p, with the settings that were chosen "
