@@ -102,10 +102,9 @@ class ChoicePage:
             of_metrics[metric] = {peer: self.differences(task, peer, metric) for peer in self.peers}
         found = verdicts(of_metrics)
         for peer, verdict in found.items():
-            _, low, high = interval(of_metrics["mAP"][peer])
-            if high < 0:
+            if interval(of_metrics["mAP"][peer])[2] < 0:
                 found[peer] = "below"
-            elif verdict == "neither" and low > 0:
+            elif verdict == "neither":
                 found[peer] = "above without Holm's correction"
         return found
 
@@ -125,8 +124,7 @@ class ChoicePage:
         for task, settings in self.chosen.items():
             columns.append((capital(TASKS[task].title), settings))
         for task in TRAINED_CLASSES:
-            trained = {name: among_trained(setting) for name, setting in self.chosen[task].items()}
-            columns.append((f"{capital(TASKS[task].title)}, trained classes", trained))
+            columns.append((f"{capital(TASKS[task].title)}, trained classes", self.trained(task)))
         lines = [
             "## All losses",
             "",
@@ -140,7 +138,7 @@ class ChoicePage:
             f"| loss | {' | '.join(title for title, _ in columns)} |",
             "| --- " * (1 + len(columns)) + "|",
         ]
-        for name in self.names():
+        for name in self.chosen[next(iter(self.chosen))]:
             cells = [name]
             for _, settings in columns:
                 means = [statistics.fmean(self.values(settings[name], metric, RANKING_SEEDS)) for metric in METRICS]
@@ -151,9 +149,9 @@ class ChoicePage:
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def names(self) -> list[str]:
-        """Return the names of all entrants."""
-        return list(self.chosen[next(iter(self.chosen))])
+    def trained(self, task: str) -> dict[str, Setting]:
+        """Return the chosen settings of all entrants on a task, evaluated among trained classes."""
+        return {name: among_trained(setting) for name, setting in self.chosen[task].items()}
 
     def decision(self, task: str, *, trained_classes: bool = False) -> str:
         """Return the section on the candidate and the peers on a task: on the test set, or among trained classes."""
@@ -196,10 +194,9 @@ class ChoicePage:
     def settings(self, task: str) -> str:
         """Return the section on the chosen settings of all entrants on a task, and on their distance from log rank."""
         settings = self.chosen[task]
-        columns = [(metric, settings) for metric in METRICS]
+        columns: list[tuple[str, str, Mapping[str, Setting]]] = [(metric, metric, settings) for metric in METRICS]
         if task in TRAINED_CLASSES:
-            trained = {name: among_trained(setting) for name, setting in settings.items()}
-            columns.append(("mAP among trained classes", trained))
+            columns.append(("mAP among trained classes", "mAP", self.trained(task)))
         lines = [
             f"## Each loss: {TASKS[task].title}",
             "",
@@ -208,26 +205,20 @@ class ChoicePage:
                 "chosen settings."
             ),
             "",
-            f"| loss | {' | '.join(title for title, _ in columns)} | CPU time of a run | setting |",
+            f"| loss | {' | '.join(title for title, *_ in columns)} | CPU time of a run | setting |",
             "| --- " * (3 + len(columns)) + "|",
         ]
         for name, setting in settings.items():
             cells = [name]
-            for title, evaluated in columns:
+            for _, metric, evaluated in columns:
                 cells.append("")
                 if name != LOG_RANK:
-                    cells[-1] = shown_interval(self.above_log_rank(evaluated, name, title.split()[0]))
+                    pair = evaluated[name], evaluated[LOG_RANK]
+                    cells[-1] = shown_interval(differences(*pair, metric, self.results, RANKING_SEEDS))
             seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in RANKING_SEEDS]
             cells += [f"{statistics.median(seconds):.0f} s", describe(setting)]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
-
-    def above_log_rank(self, settings: Mapping[str, Setting], name: str, metric: str) -> list[float]:
-        """Return the paired differences of an entrant from log rank, over the seeds of the ranking."""
-        pairs = zip(
-            self.values(settings[name], metric, RANKING_SEEDS), self.values(settings[LOG_RANK], metric, RANKING_SEEDS)
-        )
-        return [one - other for one, other in pairs]
 
     def plot(self) -> Figure:
         """Plot the differences in each metric: a column for each task, a row for each peer."""

@@ -77,10 +77,12 @@ def further_runs(task: str, settings: Iterable[Setting]) -> list[tuple[Setting, 
     return list(itertools.product(map(among_trained, settings), RANKING_SEEDS))
 
 
-def differences(one: Setting, other: Setting, metric: str, results: Results) -> list[float]:
-    """Return the paired differences of a metric over the fresh seeds."""
+def differences(
+    one: Setting, other: Setting, metric: str, results: Results, seeds: Sequence[int] = FRESH_SEEDS
+) -> list[float]:
+    """Return the paired differences of a metric over seeds."""
     found = []
-    for seed in FRESH_SEEDS:
+    for seed in seeds:
         pair = [results[each.key(seed)]["metrics"][metric] for each in (one, other)]
         found.append(pair[0] - pair[1])
     return found

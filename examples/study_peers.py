@@ -110,7 +110,6 @@ class ProxyLoss(nn.Module):
 
         super().__init__()
         self.loss = getattr(losses, name)(num_classes=len(classes), **arguments)
-        self.name = name
         self.register_buffer("classes", classes)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
