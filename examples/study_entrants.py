@@ -42,6 +42,7 @@ class Entrant:
         adds: the peer whose chosen setting is the added term; None: there is no added term.
         candidate: whether it is a candidate, whose log rank has the tau of `TAUS`.
         begins: the peer whose chosen setting trains the first steps; None: there is none.
+        extends: the entrant whose chosen setting this one changes; None: it changes the setting of the task.
     """
 
     base: Mapping[str, Any]
@@ -49,11 +50,12 @@ class Entrant:
     adds: str | None = None
     candidate: bool = False
     begins: str | None = None
+    extends: str | None = None
 
     @property
     def needs(self) -> set[str]:
-        """The peers whose settings must be chosen before."""
-        return {peer for peer in (self.adds, self.begins) if peer is not None}
+        """The entrants whose settings must be chosen before."""
+        return {entrant for entrant in (self.adds, self.begins, self.extends) if entrant is not None}
 
     @property
     def tries_random_proxies(self) -> bool:
@@ -67,8 +69,10 @@ class Entrant:
             task: name of the task.
             start: setting of the task.
             values: of `lr`, of `loss_scale`, of the entrant's own settings, and of other fields of `Setting`.
-            chosen: the chosen settings of the peers that this entrant needs.
+            chosen: the chosen settings of the entrants that this one needs.
         """
+        if self.extends is not None:
+            start = chosen[self.extends]
         made = replace(start, **self.base)
         arguments = dict(made.loss_args)
         if self.candidate:
@@ -85,6 +89,8 @@ class Entrant:
                 arguments |= dict(zip(name.split(","), value))
             else:
                 arguments[name] = value
+        if made.first_loss is None:
+            made = replace(made, first_args={})
         return replace(made, loss_args=arguments)
 
     def combinations(self) -> Iterator[Values]:
@@ -172,4 +178,22 @@ CANDIDATES = {
         NONE_OR_1, WITH_PAIRS, adds=MULTI_SIMILARITY, begins=MULTI_SIMILARITY
     ),
 }
-ENTRANTS = {**PEERS, **CANDIDATES}
+LONGER_LISTS = "log rank of longer lists"
+LATER_CANDIDATES = {
+    LONGER_LISTS: Entrant(
+        {"loss": "WeightedLogRankLoss"},
+        [
+            Own("tau", (0.01, 0.03), (0.005, 0.003), (0.05, 0.1)),
+            Own("lambda_", (1.0, 3.0), (0.3, 0.0), (10.0,)),
+            Own("c", (1.0, 10.0), (0.3, 0.1), (100.0, 1000.0)),
+        ],
+    ),
+    f"{LONGER_LISTS} + multi-similarity": Entrant(
+        {},
+        [Own("first_loss", ("MultiSimilarityLoss", None)), Own("p", (0.0, 1.0), (), (1.5, 2.0)), WITH_PAIRS],
+        adds=MULTI_SIMILARITY,
+        begins=MULTI_SIMILARITY,
+        extends=LONGER_LISTS,
+    ),
+}
+ENTRANTS = {**PEERS, **CANDIDATES, **LATER_CANDIDATES}
