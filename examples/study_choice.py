@@ -7,8 +7,9 @@
 It needs the emoji, `python examples/emoji.py emoji`, and the photographs, `python examples/photographs.py photographs`.
 Each run is appended to `choice.jsonl` in the output folder, with its setting, its seed, its metrics on held-out classes
 and its CPU time. A run that is in the file is not repeated, so the command continues where it was stopped. `--report`
-prints what was chosen so far. With `--decide`, the candidate and the peers that are chosen meet on the test set, which
-`study_decision.py` describes, and `choice.md` is written. The peers and candidates are in `study_entrants.py`.
+prints what was chosen so far. With `--decide`, the candidates and the peers that are chosen meet on the test set, which
+`study_decision.py` describes, and `choice.md` and `longer-lists.md` are written. The peers and candidates are in
+`study_entrants.py`.
 
 What the page leaves open:
 
@@ -33,7 +34,7 @@ from typing import Any
 from results_file import append_result, read_results, write_results
 from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
 from study_choice_page import ChoicePage, describe
-from study_decision import RANKING_SEEDS, decision, final_runs, finalists, further_runs, held_out, leaves
+from study_decision import DECISIONS, RANKING_SEEDS, final_runs, finalists, further_runs, held_out, leaves
 from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from study_experiments import Setting
 from study_pairs import CHOICE_SEED, SCALES, TASKS
@@ -279,7 +280,7 @@ def report(task: str, results: Mapping[str, Any], quick: bool) -> str:
 
 
 def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
-    """Run the decision, print it, and write its page; the return value is the number of runs that failed.
+    """Run the decisions, print their outcomes, and write their pages; the return value is the number of failed runs.
 
     It is 1 if a choice is not complete.
     """
@@ -291,16 +292,19 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
                 print(f"study_choice: the choice of {name} on {task} is not complete.", file=sys.stderr)
                 return 1
             chosen[task][name] = progress.chosen
-    candidate, peers = finalists(chosen, results)
     failed: set[str] = set()
-    for task, settings in chosen.items():
-        runs = final_runs(task, [settings[name] for name in (candidate, *peers)])
-        runs += further_runs(task, settings.values())
-        missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
-        failed |= run_all(missing, task, results, options)
+    for each in DECISIONS:
+        candidate, peers = finalists(chosen, results, each.candidates)
+        for task, settings in chosen.items():
+            runs = final_runs(task, [settings[name] for name in each.runs(candidate, peers)], each.seeds)
+            runs += further_runs(task, settings.values())
+            missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
+            failed |= run_all(missing, task, results, options)
     if not failed:
-        print(decision(chosen, results))
-        ChoicePage(chosen, results).write(options.output / "choice.md")
+        for each in DECISIONS:
+            page = ChoicePage(chosen, results, each)
+            page.write(options.output / f"{each.page}.md")
+            print(f"{page.candidate} {page.outcome()}")
     return len(failed)
 
 
@@ -315,7 +319,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_folders(parser)
     parser.add_argument("--weights", type=Path, help="folder of what frozen networks give; default OUTPUT/weights")
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the classes, to try it out")
-    parser.add_argument("--decide", action="store_true", help="when all is chosen, run the decision and print it")
+    parser.add_argument(
+        "--decide", action="store_true", help="when all is chosen, run the decisions and write their pages"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, print what was chosen so far")
     options = parse_with_defaults(parser, arguments)
     if options.weights is None:

@@ -1,4 +1,4 @@
-"""Writes docs/study/choice.md: the decision of docs/study/candidates.md, and the choice of the settings before it."""
+"""Writes a page for each decision of docs/study/candidates.md; the first one shows the choice of settings as well."""
 
 import statistics
 import textwrap
@@ -10,10 +10,11 @@ from intervals import interval, shown_interval
 from matplotlib.figure import Figure
 from results_file import write_file
 from study_decision import (
-    FRESH_SEEDS,
+    FIRST,
     METRICS,
     RANKING_SEEDS,
     Chosen,
+    Decision,
     Results,
     among_trained,
     differences,
@@ -36,62 +37,79 @@ PHRASES = {
     "below in R@1": "not below in mAP, but below in R@1,",
 }
 INTRODUCTION = """
-# The best loss on five tasks
+# {title}
 
 {outcome}
 
+{about}
+
+![Differences on all tasks]({plot})
+"""
+ABOUT_FIRST = """
 The tasks, the settings that were tried, the seeds, and what counts as above, level and below were
 [written down before the runs](candidates.md), but for one rule that saves time. The candidate with the highest mAP on
 held-out classes, in the mean over the tasks, went on, and so did the peers, at most six, that left no task.
 `python examples/study_choice.py --decide` runs what [choice.jsonl](choice.jsonl) lacks, and writes this page.
 All {runs:,} runs took {hours:.1f} CPU hours.
-
-![Differences on all tasks](choice.png)
+"""
+ABOUT_LATER = """
+This is a second try, with other candidates and fresh seeds, after [the first one](choice.md). What was tried, and why,
+was [written down before the runs](candidates.md#{section}); the tasks, the peers and the rules are those of the first
+one. The chosen settings and the table of all losses are on [its page](choice.md#all-losses).
 """
 
 
 class ChoicePage:
-    """The page of the decision.
+    """The page of a decision.
 
     Args:
         chosen: the setting of each entrant on each task.
         results: of all runs, by their keys.
+        decision: which candidates and seeds it has.
     """
 
-    def __init__(self, chosen: Chosen, results: Results) -> None:
+    def __init__(self, chosen: Chosen, results: Results, decision: Decision) -> None:
         self.chosen = chosen
         self.results = results
-        self.candidate, self.peers = finalists(chosen, results)
+        self.decision = decision
+        self.candidate, self.peers = finalists(chosen, results, decision.candidates)
 
     def write(self, file: Path) -> None:
         """Write the page, and its plot beside it."""
-        sections = [self.introduction(), self.all_losses()]
+        sections = [self.introduction(file)]
+        if self.decision == FIRST:
+            sections.append(self.all_losses())
         for task in self.chosen:
-            sections.append(self.decision(task))
+            sections.append(self.comparison(task))
             if task in TRAINED_CLASSES:
-                sections.append(self.decision(task, trained_classes=True))
-        for task in self.chosen:
-            sections.append(self.settings(task))
+                sections.append(self.comparison(task, trained_classes=True))
+        if self.decision == FIRST:
+            sections += map(self.settings, self.chosen)
         write_file(file.with_suffix(".png"), self.plot())
         write_file(file, "\n\n".join(sections) + "\n")
 
-    def introduction(self) -> str:
+    def outcome(self) -> str:
+        """Return whether the candidate has won."""
+        return "has won" if has_won({task: self.verdicts(task) for task in self.chosen}) else "has not won"
+
+    def introduction(self, file: Path) -> str:
         """Return the first part of the page, which begins with the outcome."""
-        of_tasks = {task: self.verdicts(task) for task in self.chosen}
-        outcome = "has won" if has_won(of_tasks) else "has not won"
-        best = f"{capital(self.candidate)}, the best of the candidates, **{outcome}**."
+        best = f"{capital(self.candidate)}, the best of the candidates, **{self.outcome()}**."
         lines = [wrapped(f"{best} In mAP, against the {len(self.peers)} best peers:")]
-        for task, found in of_tasks.items():
+        for task in self.chosen:
+            found = self.verdicts(task)
             groups: dict[str, list[str]] = {}
             for peer, verdict in found.items():
                 groups.setdefault(verdict, []).append(peer)
             parts = [f"{PHRASES[verdict]} {', '.join(names)}" for verdict, names in groups.items()]
             lines.append(wrapped(f"- {capital(TASKS[task].title)}: {'; '.join(parts)}."))
         seconds = sum(result["cpu_seconds"] for result in self.results.values())
+        about = ABOUT_FIRST if self.decision == FIRST else ABOUT_LATER
         text = INTRODUCTION.format(
+            title=self.decision.title,
             outcome="\n".join([lines[0], "", *lines[1:]]),
-            runs=len(self.results),
-            hours=seconds / 3600,
+            about=about.strip().format(runs=len(self.results), hours=seconds / 3600, section=self.decision.page),
+            plot=file.with_suffix(".png").name,
         )
         return text.strip()
 
@@ -112,7 +130,7 @@ class ChoicePage:
         """Return the paired differences of the candidate from a peer on the test set, or among trained classes."""
         evaluated = among_trained if trained_classes else on_test_set
         one, other = (evaluated(self.chosen[task][name]) for name in (self.candidate, peer))
-        return differences(one, other, metric, self.results)
+        return differences(one, other, metric, self.results, self.decision.seeds)
 
     def values(self, setting: Setting, metric: str, seeds: Sequence[int]) -> list[float]:
         """Return a metric of a setting for each seed."""
@@ -153,14 +171,14 @@ class ChoicePage:
         """Return the chosen settings of all entrants on a task, evaluated among trained classes."""
         return {name: among_trained(setting) for name, setting in self.chosen[task].items()}
 
-    def decision(self, task: str, *, trained_classes: bool = False) -> str:
+    def comparison(self, task: str, *, trained_classes: bool = False) -> str:
         """Return the section on the candidate and the peers on a task: on the test set, or among trained classes."""
         title = capital(TASKS[task].title)
         evaluated = on_test_set
         if trained_classes:
             title += ", among trained classes"
             evaluated = among_trained
-        seeds = f"{FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}"
+        seeds = f"{self.decision.seeds[0]} to {self.decision.seeds[-1]}"
         lines = [
             f"## {title}",
             "",
@@ -172,11 +190,11 @@ class ChoicePage:
             "| loss | mAP | R@1 | mAP@R | difference in mAP | in R@1 | in mAP@R | minus log rank | CPU time of a run |",
             "| --- " * 9 + "|",
         ]
-        for name in (self.candidate, *self.peers):
+        for name in self.decision.runs(self.candidate, self.peers):
             setting = evaluated(self.chosen[task][name])
             cells = [name]
             for metric in METRICS:
-                cells.append(f"{statistics.fmean(self.values(setting, metric, FRESH_SEEDS)):.4f}")
+                cells.append(f"{statistics.fmean(self.values(setting, metric, self.decision.seeds)):.4f}")
             for metric in METRICS:
                 cells.append("")
                 if name != self.candidate:
@@ -185,8 +203,8 @@ class ChoicePage:
             cells.append("")
             if name != LOG_RANK and LOG_RANK in self.peers:
                 log_rank = evaluated(self.chosen[task][LOG_RANK])
-                cells[-1] = shown_interval(differences(setting, log_rank, "mAP", self.results))
-            seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in FRESH_SEEDS]
+                cells[-1] = shown_interval(differences(setting, log_rank, "mAP", self.results, self.decision.seeds))
+            seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in self.decision.seeds]
             cells.append(f"{statistics.median(seconds):.0f} s")
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -245,7 +263,7 @@ class ChoicePage:
 
 def describe(setting: Setting) -> str:
     """Return what was chosen, on one line."""
-    names = ("lr", "loss_scale", "proxies", "proxy_rate", "sampler", "added_weight")
+    names = ("lr", "loss_scale", "proxies", "proxy_rate", "sampler", "added_weight", "first_loss")
     values: dict[str, Any] = {"lr": setting.lr, "loss_scale": setting.loss_scale, **setting.loss_args}
     values |= {name: value for name, value in setting.different().items() if name in names}
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,18 +1,17 @@
-"""The decision of docs/study/candidates.md: which candidate meets which peers, with which runs, and whether it wins."""
+"""The decisions of docs/study/candidates.md: which candidates meet which peers, with which runs, and who wins."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from intervals import interval, shown_interval
-from study_entrants import CANDIDATES, LOG_RANK, PEERS
+from intervals import interval
+from study_entrants import CANDIDATES, LATER_CANDIDATES, LOG_RANK, LONGER_LISTS, PEERS
 from study_experiments import Setting
 from study_pairs import TRAINED_CLASSES
 
-FRESH_SEEDS = tuple(range(30, 40))
 RANKING_SEEDS = (0, 1, 2)
 MOST_PEERS = 6
 LEAST_TASKS = 4  # on which a candidate must be above all peers
@@ -23,6 +22,42 @@ QUANTILES = (2.2622, 2.6850, 2.9333, 3.1109, 3.2498, 3.3642)
 
 Chosen = Mapping[str, Mapping[str, Setting]]  # the setting of each entrant on each task
 Results = Mapping[str, Mapping[str, Any]]  # of the runs, by their keys
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A comparison of a candidate with the best peers on the test set.
+
+    Args:
+        page: name of the page that shows it, and of its section in candidates.md if it is not the first.
+        title: of this page.
+        candidates: of which the best in the choice is compared.
+        seeds: ten that were not used before.
+        besides: entrants that are run as well, and decide nothing.
+    """
+
+    page: str
+    title: str
+    candidates: Sequence[str]
+    seeds: Sequence[int]
+    besides: Sequence[str] = ()
+
+    def runs(self, candidate: str, peers: Sequence[str]) -> list[str]:
+        """Return the entrants that are run, with the candidate first."""
+        return [candidate, *peers, *(entrant for entrant in self.besides if entrant != candidate)]
+
+
+FIRST = Decision("choice", "The best loss on five tasks", tuple(CANDIDATES), range(30, 40))
+DECISIONS = (
+    FIRST,
+    Decision(
+        "longer-lists",
+        "Log rank of longer lists",
+        tuple(LATER_CANDIDATES),
+        range(45, 55),
+        besides=[LONGER_LISTS],
+    ),
+)
 
 
 def held_out(setting: Setting, seed: int, results: Results) -> float:
@@ -36,8 +71,8 @@ def leaves(entrant: str, chosen: Mapping[str, Setting], results: Results) -> boo
     return entrant in PEERS and held_out(chosen[entrant], RANKING_SEEDS[0], results) <= best - LEAVES
 
 
-def finalists(chosen: Chosen, results: Results) -> tuple[str, list[str]]:
-    """Return the candidate that goes on and the peers that it meets, each with the best first."""
+def finalists(chosen: Chosen, results: Results, candidates: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the candidate that goes on and the peers that it meets, with the best first."""
 
     def rank(entrant: str) -> float:
         values = []
@@ -49,7 +84,7 @@ def finalists(chosen: Chosen, results: Results) -> tuple[str, list[str]]:
     for peer in PEERS:
         if not any(leaves(peer, settings, results) for settings in chosen.values()):
             stay.append(peer)
-    return min(CANDIDATES, key=rank), sorted(stay, key=rank)[:MOST_PEERS]
+    return min(candidates, key=rank), sorted(stay, key=rank)[:MOST_PEERS]
 
 
 def on_test_set(setting: Setting) -> Setting:
@@ -62,12 +97,12 @@ def among_trained(setting: Setting) -> Setting:
     return replace(setting, held_out=False, trained_classes=True)
 
 
-def final_runs(task: str, settings: Sequence[Setting]) -> list[tuple[Setting, int]]:
-    """Return the runs of the decision on a task: on the test set, and on two tasks among trained classes as well."""
+def final_runs(task: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[tuple[Setting, int]]:
+    """Return the runs of a decision on a task: on the test set, and on two tasks among trained classes as well."""
     tested = list(map(on_test_set, settings))
     if task in TRAINED_CLASSES:
         tested += map(among_trained, settings)
-    return list(itertools.product(tested, FRESH_SEEDS))
+    return list(itertools.product(tested, seeds))
 
 
 def further_runs(task: str, settings: Iterable[Setting]) -> list[tuple[Setting, int]]:
@@ -77,9 +112,7 @@ def further_runs(task: str, settings: Iterable[Setting]) -> list[tuple[Setting, 
     return list(itertools.product(map(among_trained, settings), RANKING_SEEDS))
 
 
-def differences(
-    one: Setting, other: Setting, metric: str, results: Results, seeds: Sequence[int] = FRESH_SEEDS
-) -> list[float]:
+def differences(one: Setting, other: Setting, metric: str, results: Results, seeds: Sequence[int]) -> list[float]:
     """Return the paired differences of a metric over seeds."""
     found = []
     for seed in seeds:
@@ -140,23 +173,3 @@ def has_won(of_tasks: Mapping[str, Mapping[str, str]]) -> bool:
             return False
         above_all += values == {"above"}
     return above_all >= LEAST_TASKS
-
-
-def decision(chosen: Chosen, results: Results) -> str:
-    """Return the comparison of the candidate with the peers as a table, and whether it has won."""
-    candidate, peers = finalists(chosen, results)
-    lines = [f"{candidate} minus | task | {' | '.join(METRICS)} | verdict"]
-    of_tasks = {}
-    for task, settings in chosen.items():
-        of_metrics: dict[str, dict[str, list[float]]] = {}
-        for metric in METRICS:
-            of_metrics[metric] = {}
-            for peer in peers:
-                one, other = on_test_set(settings[candidate]), on_test_set(settings[peer])
-                of_metrics[metric][peer] = differences(one, other, metric, results)
-        of_tasks[task] = verdicts(of_metrics)
-        for peer in peers:
-            shown = [shown_interval(of_metrics[metric][peer]) for metric in METRICS]
-            lines.append(" | ".join([peer, task, *shown, of_tasks[task][peer]]))
-    outcome = "has won" if has_won(of_tasks) else "has not won"
-    return "\n".join([*lines, f"{candidate} {outcome}"])
