@@ -108,7 +108,10 @@ TABLE = {
         {"lambda_": 0.3, "sup_ap": SupAPLoss(tau=0.1), "calibration": None}, shown=(), not_moved=LAST_TERMS
     ),  # the weights
     "HAPLoss": Entry({"alpha": 2.0, "tau": 0.1, "offset": 1.44, "hrank_slopes": (25.0, 0.5, 10.0)}, without=NO_TENSOR),
-    "LogRankLoss": Entry({"tau": 0.1, "lambda_": 0.5, "reduction": "sum", "class_balanced": True}, without=NO_TENSOR),
+    "LogRankLoss": Entry(
+        {"tau": 0.1, "lambda_": 0.5, "negative_weight": 10.0, "reduction": "sum", "class_balanced": True},
+        without=NO_TENSOR,
+    ),
     "RecallAtKLoss": Entry({"ks": (1, 3), "tau_rank": 0.1, "tau_k": (0.5, 2.0)}, without=NO_TENSOR),
     "WeightedSum": Entry(
         {"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=(), not_moved=LAST_TERMS

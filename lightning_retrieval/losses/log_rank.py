@@ -16,6 +16,11 @@ because softplus(x) / ln 2 is nowhere below the step: it is positive, increasing
 Symbols: s `scores`, tau `tau`, lambda `lambda_`. With lambda = 0, the loss is the bound of -log AP; the second term
 pulls every positive to its query.
 
+A batch is a sample of the list that is searched later. If each negative of the batch stands for c of that list, rn_i
+becomes c rn_i. With c = `negative_weight` > 1, the loss is a bound of -log AP as well, but not as close; with c < 1 it
+is none. A positive that all negatives are behind still pushes the closest of them away: a negative that is behind by x
+counts about as much as one that is behind by x - tau log c would without c, while both are well behind.
+
 Other losses use the logarithm of a rank, too: WARP weights pairs by it (Usunier et al., ICML 2009; Weston et al., IJCAI
 2011), and RaMBO's recall loss averages log(1 + N_i) (Rolinek et al., CVPR 2020). If exp replaced the softplus,
 log(1 + rn_i) would be the cross entropy of positive i against the negatives. The supervised contrastive loss has such
@@ -43,20 +48,22 @@ from lightning_retrieval.losses.soft_ranks import count_above
 HALVINGS = 5  # number of times that factors are multiplied in pairs; a product then has 32 factors
 
 
-def log_rank(block: ScoreBlock, *, tau: float, lambda_: float) -> Float[Tensor, " query"]:
-    """The mean over the positives of each list of log(1 + rn_i) + lambda (1 - s_i).
+def log_rank(block: ScoreBlock, *, tau: float, lambda_: float, negative_weight: float) -> Float[Tensor, " query"]:
+    """The mean over the positives of each list of log(1 + c rn_i) + lambda (1 - s_i), c = `negative_weight`.
 
     Args:
         block: ranked lists with at least one positive each.
         tau: temperature of the softplus, > 0.
         lambda_: weight of 1 - s_i, >= 0.
+        negative_weight: how often each negative counts, > 0.
     """
     positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i = at(block.scores, query, i)  # (pos,)
     s_negative = (block.scores / tau).masked_fill(~block.candidate | block.relevant, -torch.inf)  # (query, gallery)
-    rn_i = count_above(s_negative, query, s_i / tau, softplus_step) / math.log(2)  # (pos,)
-    l_i = rn_i.log1p() + lambda_ * (1 - s_i)  # (pos,)
+    step = softplus_step if negative_weight <= 1 else softplus_step_far_below
+    rn_i = count_above(s_negative, query, s_i / tau, step) / math.log(2)  # (pos,)
+    l_i = (negative_weight * rn_i).log1p() + lambda_ * (1 - s_i)  # (pos,)
     sum_of_l = torch.zeros_like(s_negative[:, 0]).index_add(0, query, l_i)  # (query,)
     return sum_of_l / block.positives.of_each_query()
 
@@ -80,6 +87,14 @@ def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"
     return linear_part - factor.log().sum(1), slope
 
 
+def softplus_step_far_below(
+    t: Float[Tensor, "pos gallery"],
+) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
+    """`softplus_step`, in which negatives far below count in float32 as well, since no softplus is below its slope."""
+    count, slope = softplus_step(t)
+    return torch.maximum(count, slope.sum(1)), slope
+
+
 class LogRankLoss(RetrievalLoss):
     """Log rank: a smooth upper bound of -log AP, and a pull on every positive.
 
@@ -89,13 +104,17 @@ class LogRankLoss(RetrievalLoss):
         lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. In the study, 1
             had the highest mAP from random weights, and 3 in a head on frozen features; with 2 to 16 images of each
             class in a batch, 0, 1 and 3 were not distinguished.
+        negative_weight: c, how often each negative of the batch counts in the rank of a positive, > 0. Below 1, the
+            loss is no bound. In the study (docs/study/choice.md), a weight of 10 was chosen on four of five tasks and 1
+            on emoji, with a `lambda_` of 3 on four and of 0.3 in a head on photographs. So tune both.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list, as its own positive. Use this only for comparison.
 
     Raises:
-        ValueError: if `tau` is not from 1e-12 to 1e12, `lambda_` is not from 0 to 1e12, or `reduction` is unknown.
-        TypeError: if `tau` or `lambda_` is not a number.
+        ValueError: if `tau` or `negative_weight` is not from 1e-12 to 1e12, `lambda_` is not from 0 to 1e12, or
+            `reduction` is unknown.
+        TypeError: if `tau`, `lambda_` or `negative_weight` is not a number.
 
     Example:
         >>> import torch
@@ -124,6 +143,7 @@ class LogRankLoss(RetrievalLoss):
         tau: Positive = 0.01,
         *,
         lambda_: NotNegative = 1.0,
+        negative_weight: Positive = 1.0,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
@@ -131,9 +151,10 @@ class LogRankLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.tau = checked(self, tau=tau)
         self.lambda_ = checked(self, lambda_=lambda_)
+        self.negative_weight = checked(self, negative_weight=negative_weight)
 
     def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
-        return log_rank(block, tau=self.tau, lambda_=self.lambda_)
+        return log_rank(block, tau=self.tau, lambda_=self.lambda_, negative_weight=self.negative_weight)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery

@@ -65,12 +65,12 @@ def softplus(x):
     return max(x, 0) + math.log1p(math.exp(-abs(x)))
 
 
-def log_rank(s, level, tau, lambda_=1.0):
+def log_rank(s, level, tau, lambda_=1.0, negative_weight=1.0):
     terms = []
     for i in range(len(s)):
         if level[i]:
             above = sum(softplus((s[j] - s[i]) / tau) for j in range(len(s)) if not level[j]) / math.log(2)
-            terms.append(math.log(1 + above) + lambda_ * (1 - s[i]))
+            terms.append(math.log(1 + negative_weight * above) + lambda_ * (1 - s[i]))
     return sum(terms) / len(terms)
 
 
@@ -230,7 +230,9 @@ TABLE = {
     "calibration": case(CalibrationLoss, calibration, in_unit_interval=False),
     "recall_at_k": case(RecallAtKLoss, recall_at_k, RECALL),
     "log_rank": case(LogRankLoss, log_rank, {"tau": 0.05}, in_unit_interval=False),
-    "log_rank bound": case(LogRankLoss, log_rank, {"tau": 0.01, "lambda_": 0.0}, in_unit_interval=False),
+    "log_rank bound": case(
+        LogRankLoss, log_rank, {"tau": 0.01, "lambda_": 0.0, "negative_weight": 10.0}, in_unit_interval=False
+    ),
 }
 
 

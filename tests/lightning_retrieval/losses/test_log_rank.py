@@ -15,10 +15,11 @@ from tests.lightning_retrieval.losses.oracles import LABELS
 
 SCORES = [[0.9, 0.8, 0.7, -0.2, 0.65], [0.1, 0.55, 0.5, 0.5, -0.9]]
 RELEVANT = [[True, False, True, False, False], [False, True, False, False, True]]
-# tau, lambda, value and gradient of `SCORES`: the formula in mpmath with 50 digits, and its central differences.
+# tau, lambda, c, value and gradient of `SCORES`: the formula in mpmath with 50 digits, and its central differences.
 GOLDEN = [
     (
         0.01,
+        1.0,
         1.0,
         2.953627800682967,
         [
@@ -29,6 +30,7 @@ GOLDEN = [
     (
         0.1,
         0.0,
+        1.0,
         1.65357199992654,
         [
             [-0.79427679118648, 1.35627387721187, -1.11738944778997, 0.000162830501522211, 0.555229531263056],
@@ -38,19 +40,30 @@ GOLDEN = [
     (
         0.03,
         3.0,
+        1.0,
         3.931977196895455,
         [
             [-1.1468012735871, 2.29420851595051, -2.96280167626345, 1.85515012472995e-13, 0.315394433899855],
             [0.065433872032217, -3.29803123377629, 1.33944580925112, 1.33944580925112, -0.946294256758168],
         ],
     ),
+    (
+        0.02,
+        1.0,
+        10.0,
+        4.063691154021264,
+        [
+            [-1.35092126186526, 3.50894730712641, -2.84258477921233, 6.96259486230338e-20, 0.184558733951176],
+            [0.0657654908085034, -8.60096014249926, 4.241245548089, 4.241245548089, -0.447296444487247],
+        ],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("tau", "lambda_", "value", "gradient"), GOLDEN)
-def test_golden(tau, lambda_, value, gradient):
+@pytest.mark.parametrize(("tau", "lambda_", "c", "value", "gradient"), GOLDEN)
+def test_golden(tau, lambda_, c, value, gradient):
     scores = torch.tensor(SCORES, dtype=torch.float64, requires_grad=True)
-    loss = LogRankLoss(tau, lambda_=lambda_).from_scores(scores, torch.tensor(RELEVANT))
+    loss = LogRankLoss(tau, lambda_=lambda_, negative_weight=c).from_scores(scores, torch.tensor(RELEVANT))
     loss.backward()
     assert loss.item() == pytest.approx(value, rel=1e-14)
     torch.testing.assert_close(scores.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-11, atol=1e-15)
@@ -72,12 +85,17 @@ def test_other_positives_do_not_count():
 
 
 @settings(deadline=None, max_examples=30)
-@given(labels=LABELS, seed=st.integers(0, 10**6), tau=st.sampled_from([0.001, 0.01, 0.1, 1.0]))
-def test_is_an_upper_bound_of_minus_log_ap(labels, seed, tau):
+@given(
+    labels=LABELS,
+    seed=st.integers(0, 10**6),
+    tau=st.sampled_from([0.001, 0.01, 0.1, 1.0]),
+    c=st.sampled_from([1.0, 10.0]),
+)
+def test_is_an_upper_bound_of_minus_log_ap(labels, seed, tau, c):
     x = torch.randn(len(labels), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     labels = torch.tensor(labels)
     x = torch.nn.functional.normalize(x)
-    values = LogRankLoss(tau, lambda_=0.0, reduction="none")(x, labels)
+    values = LogRankLoss(tau, lambda_=0.0, negative_weight=c, reduction="none")(x, labels)
     for q in values.isfinite().nonzero().flatten().tolist():
         others = torch.arange(len(x)) != q
         ap = average_precision_score(labels[others] == labels[q], (x @ x[q])[others])
@@ -104,6 +122,15 @@ def test_a_positive_is_pulled_by_its_distance_whatever_its_rank():
             pulls.append(-leaf.grad[0, 0].item())
         assert pulls[0] == pytest.approx(1 / 0.2, rel=0.01)
         assert pulls[1] < 1e-6
+
+
+def test_copies_of_all_negatives_are_a_negative_weight():
+    scores, relevant = torch.tensor(SCORES, dtype=torch.float64), torch.tensor(RELEVANT)
+    copies = scores.repeat(1, 3)
+    counted = torch.cat([torch.ones_like(relevant), ~relevant, ~relevant], 1)
+    longer = LogRankLoss(0.1).from_scores(copies, relevant.repeat(1, 3), counted)
+    weighted = LogRankLoss(0.1, negative_weight=3.0).from_scores(scores, relevant)
+    assert weighted.item() == pytest.approx(longer.item(), rel=1e-12)
 
 
 def test_lambda_pulls_every_positive_alike():
@@ -151,6 +178,22 @@ def test_softplus_of_many_negatives_far_below_is_close_in_float32():
     assert count.item() == pytest.approx(softplus(t.double()).sum().item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("negatives", [5, 4096])
+def test_a_large_weight_of_negatives_far_below_is_exact_in_float32(negatives):
+    """Each of them counts 2e-8, which is less than the rounding of 1."""
+    scores, relevant = torch.full((1, 1 + negatives), 0.725), torch.arange(1 + negatives)[None] == 0
+    scores[0, 0] = 0.9
+    values, gradients = [], []
+    for dtype in (torch.float32, torch.float64):
+        leaf = scores.detach().to(dtype, copy=True).requires_grad_()
+        value = LogRankLoss(lambda_=0.0, negative_weight=1e6).from_scores(leaf, relevant)
+        value.backward()
+        values.append(value.item())
+        gradients.append(leaf.grad.double())
+    assert values[0] == pytest.approx(values[1], rel=1e-3)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=0)
+
+
 def test_gradient_of_softplus_counts():
     scores = torch.randn(3, 40, dtype=torch.float64)
     relevant = torch.rand(3, 40) < 0.3
@@ -166,6 +209,7 @@ def test_gradient_of_softplus_counts():
         (ValueError, r"^LogRankLoss: `tau` must be .* > 0, got 0\.0\.$", {"tau": 0.0}),
         (ValueError, r"^LogRankLoss: `lambda_` must be .* got -1\.0\.$", {"lambda_": -1.0}),
         (TypeError, r"^LogRankLoss: `lambda_` must be .* got '1'", {"lambda_": "1"}),
+        (ValueError, r"^LogRankLoss: `negative_weight` must be .* > 0, got 0\.0\.$", {"negative_weight": 0.0}),
     ],
 )
 def test_invalid_settings(error, sentence, keywords):
