@@ -34,7 +34,7 @@ from typing import Any
 from results_file import append_result, read_results, write_results
 from study import Run, add_folders, outcomes, parse_with_defaults, shorten_setting
 from study_choice_page import ChoicePage, describe
-from study_decision import DECISIONS, RANKING_SEEDS, final_runs, finalists, further_runs, held_out, leaves
+from study_decision import DECISIONS, RANKING_SEEDS, final_runs, further_runs, held_out, leaves
 from study_entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from study_experiments import Setting
 from study_pairs import CHOICE_SEED, SCALES, TASKS
@@ -153,7 +153,7 @@ def follow(
     Args:
         entrant: the peer or candidate.
         task: name of the task.
-        chosen: the chosen settings of the peers that it needs.
+        chosen: the chosen settings of the entrants that it needs.
         results: of the runs, by their keys.
         quick: whether the runs are shortened.
         least: the mAP of its best run with half of the images below which it leaves.
@@ -184,7 +184,7 @@ def follow(
 
 
 def follow_all(task: str, results: Mapping[str, Any], quick: bool) -> dict[str, Progress]:
-    """Return the progress of each entrant on a task; a candidate waits for the peers that it needs.
+    """Return the progress of each entrant on a task; a candidate waits for the entrants that it needs.
 
     Log rank comes first, and decides which peers leave early. Those that candidates need do not.
     """
@@ -292,18 +292,18 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
                 print(f"study_choice: the choice of {name} on {task} is not complete.", file=sys.stderr)
                 return 1
             chosen[task][name] = progress.chosen
+    pages = [ChoicePage(chosen, results, decision) for decision in DECISIONS]
     failed: set[str] = set()
-    for each in DECISIONS:
-        candidate, peers = finalists(chosen, results, each.candidates)
-        for task, settings in chosen.items():
-            runs = final_runs(task, [settings[name] for name in each.runs(candidate, peers)], each.seeds)
-            runs += further_runs(task, settings.values())
-            missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
-            failed |= run_all(missing, task, results, options)
+    for task, settings in chosen.items():
+        runs = further_runs(task, settings.values())
+        for page in pages:
+            compared = [settings[name] for name in page.compared]
+            runs += final_runs(task, compared, page.decision.seeds)
+        missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
+        failed |= run_all(missing, task, results, options)
     if not failed:
-        for each in DECISIONS:
-            page = ChoicePage(chosen, results, each)
-            page.write(options.output / f"{each.page}.md")
+        for page in pages:
+            page.write(options.output / f"{page.decision.page}.md")
             print(f"{page.candidate} {page.outcome()}")
     return len(failed)
 

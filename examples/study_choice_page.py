@@ -49,13 +49,14 @@ ABOUT_FIRST = """
 The tasks, the settings that were tried, the seeds, and what counts as above, level and below were
 [written down before the runs](candidates.md), but for one rule that saves time. The candidate with the highest mAP on
 held-out classes, in the mean over the tasks, went on, and so did the peers, at most six, that left no task.
-`python examples/study_choice.py --decide` runs what [choice.jsonl](choice.jsonl) lacks, and writes this page.
-All {runs:,} runs took {hours:.1f} CPU hours.
+`python examples/study_choice.py --decide` runs what [choice.jsonl](choice.jsonl) lacks, and writes this page. All
+{runs:,} runs took {hours:.1f} CPU hours. This includes [a second try](longer-lists.md), whose two candidates are the
+last rows of the tables of all losses.
 """
 ABOUT_LATER = """
 This is a second try, with other candidates and fresh seeds, after [the first one](choice.md). What was tried, and why,
 was [written down before the runs](candidates.md#{section}); the tasks, the peers and the rules are those of the first
-one. The chosen settings and the table of all losses are on [its page](choice.md#all-losses).
+one. The chosen settings and the table of all losses are on [that page](choice.md#all-losses).
 """
 
 
@@ -73,6 +74,7 @@ class ChoicePage:
         self.results = results
         self.decision = decision
         self.candidate, self.peers = finalists(chosen, results, decision.candidates)
+        self.compared = (self.candidate, *self.peers)
 
     def write(self, file: Path) -> None:
         """Write the page, and its plot beside it."""
@@ -190,7 +192,7 @@ class ChoicePage:
             "| loss | mAP | R@1 | mAP@R | difference in mAP | in R@1 | in mAP@R | minus log rank | CPU time of a run |",
             "| --- " * 9 + "|",
         ]
-        for name in self.decision.runs(self.candidate, self.peers):
+        for name in self.compared:
             setting = evaluated(self.chosen[task][name])
             cells = [name]
             for metric in METRICS:

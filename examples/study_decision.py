@@ -1,4 +1,4 @@
-"""The decisions of docs/study/candidates.md: which candidates meet which peers, with which runs, and who wins."""
+"""The decisions of docs/study/candidates.md: which candidate meets which peers, with which runs, and if it wins."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from intervals import interval
-from study_entrants import CANDIDATES, LATER_CANDIDATES, LOG_RANK, LONGER_LISTS, PEERS
+from study_entrants import CANDIDATES, LATER_CANDIDATES, LOG_RANK, PEERS
 from study_experiments import Setting
 from study_pairs import TRAINED_CLASSES
 
@@ -33,31 +33,17 @@ class Decision:
         title: of this page.
         candidates: of which the best in the choice is compared.
         seeds: ten that were not used before.
-        besides: entrants that are run as well, and decide nothing.
     """
 
     page: str
     title: str
     candidates: Sequence[str]
     seeds: Sequence[int]
-    besides: Sequence[str] = ()
-
-    def runs(self, candidate: str, peers: Sequence[str]) -> list[str]:
-        """Return the entrants that are run, with the candidate first."""
-        return [candidate, *peers, *(entrant for entrant in self.besides if entrant != candidate)]
 
 
 FIRST = Decision("choice", "The best loss on five tasks", tuple(CANDIDATES), range(30, 40))
-DECISIONS = (
-    FIRST,
-    Decision(
-        "longer-lists",
-        "Log rank of longer lists",
-        tuple(LATER_CANDIDATES),
-        range(45, 55),
-        besides=[LONGER_LISTS],
-    ),
-)
+LONGER = Decision("longer-lists", "Log rank of longer lists", tuple(LATER_CANDIDATES), range(45, 55))
+DECISIONS = (FIRST, LONGER)
 
 
 def held_out(setting: Setting, seed: int, results: Results) -> float:

@@ -41,7 +41,8 @@ class Entrant:
         own: the settings that are tried.
         adds: the peer whose chosen setting is the added term; None: there is no added term.
         candidate: whether it is a candidate, whose log rank has the tau of `TAUS`.
-        begins: the peer whose chosen setting trains the first steps; None: there is none.
+        begins: the peer whose chosen setting trains the first steps, unless the own setting `first_loss` is None; None:
+            there is none.
         extends: the entrant whose chosen setting this one changes; None: it changes the setting of the task.
     """
 

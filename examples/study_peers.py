@@ -31,19 +31,18 @@ MEANS_BATCH = 512  # images that are embedded at a time
 
 
 class WeightedLogRankLoss(LogRankLoss):
-    """Log rank with two changes. With p 0 and c 1 it is log rank.
+    """Log rank whose k-th best positive has the weight k^-p, normalised for each query. With p 0 it is log rank.
 
     Args:
-        p: the k-th best positive of a query has the weight k^-p, normalised for each query.
-        c: number of negatives for which each negative of the batch stands: the rank is that in a longer list.
+        p: as above.
+        c: the negative weight of log rank.
         tau: as in log rank.
         lambda_: as in log rank.
     """
 
     def __init__(self, *, p: float = 0.0, c: float = 1.0, tau: float, lambda_: float) -> None:
-        super().__init__(tau, lambda_=lambda_)
+        super().__init__(tau, lambda_=lambda_, negative_weight=c)
         self.p = p
-        self.c = c
 
     def query_losses(self, block: ScoreBlock) -> Tensor:
         positives = block.positives
@@ -51,7 +50,7 @@ class WeightedLogRankLoss(LogRankLoss):
         s_i = at(block.scores, query, positives.index)
         s_negative = (block.scores / self.tau).masked_fill(~block.candidate | block.relevant, -torch.inf)
         rn_i = count_above(s_negative, query, s_i / self.tau, softplus_step) / math.log(2)
-        l_i = (self.c * rn_i).log1p() + self.lambda_ * (1 - s_i)
+        l_i = (self.negative_weight * rn_i).log1p() + self.lambda_ * (1 - s_i)
         weights = place_of_each(positives, s_i.detach()) ** -self.p
         zeros = torch.zeros_like(s_negative[:, 0])
         return zeros.index_add(0, query, weights * l_i) / zeros.index_add(0, query, weights)

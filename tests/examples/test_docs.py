@@ -335,7 +335,7 @@ def test_quoted_differences_are_those_of_the_study(page):
 
 def quoted_differences(text):
     """(difference, page, section) of differences that link to the section of the study's page that has them."""
-    return re.findall(r"\[([^\[\]]*\d \([+-][^\[\]]*\))\]\((study/\w+\.md)#([\w-]+)\)", text)
+    return re.findall(r"\[([^\[\]]*\d \([+-][^\[\]]*\))\]\((study/[\w-]+\.md)#([\w-]+)\)", text)
 
 
 @pytest.mark.parametrize(

@@ -505,10 +505,9 @@ def test_the_decisions_are_run_when_all_is_chosen(choice, decisions, tmp_path, c
         candidate = decision.candidates[-1]
         assert f"{candidate} has won" in printed
         final = [(setting, seed) for setting, seed in asked if not setting.held_out and seed in decision.seeds]
-        runs = 10 * (7 + len(decision.besides))
-        assert len(final) == runs * (5 + 2)
+        assert len(final) == 7 * 10 * (5 + 2)
         assert {seed for _, seed in final} == set(decision.seeds)
-        assert sum(setting.trained_classes for setting, _ in final) == runs * 2
+        assert sum(setting.trained_classes for setting, _ in final) == 7 * 10 * 2
         page = (tmp_path / "out" / f"{decision.page}.md").read_text()
         first = page.splitlines()[2:6]
         assert " ".join(first).startswith(
