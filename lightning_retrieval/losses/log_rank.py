@@ -105,8 +105,8 @@ class LogRankLoss(RetrievalLoss):
             had the highest mAP from random weights, and 3 in a head on frozen features; with 2 to 16 images of each
             class in a batch, 0, 1 and 3 were not distinguished.
         negative_weight: c, how often each negative of the batch counts in the rank of a positive, > 0. Below 1, the
-            loss is no bound. In the study (docs/study/choice.md), a weight of 10 was chosen on four of five tasks and 1
-            on emoji, with a `lambda_` of 3 on four and of 0.3 in a head on photographs. So tune both.
+            loss is no bound. In the study (docs/study/candidates.md), 10 was better than 1 on photographs, and neither
+            was better on the other tasks.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list, as its own positive. Use this only for comparison.

@@ -110,7 +110,7 @@ def test_checkpoint_rebuilds_the_module(fitted):
     module = RetrievalModule.load_from_checkpoint(fitted[1], weights_only=True)
     assert saved["state_dict"].keys() == module.state_dict().keys()
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
-    assert (module.embedder.embedding_dim, module.loss.tau, module.updates.gradient_clip_val) == (128, 0.01, 1.0)
+    assert (module.embedder.embedding_dim, module.loss.tau, module.updates.gradient_clip_val) == (128, 0.01, 0.05)
     optimizer = module.optimizer(module.parameters())
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.006)
 
@@ -195,10 +195,10 @@ def printed_error(capsys, config, *options, command="fit"):
             {"lr_scheduler_interval: step": "chunk_size: Auto"},
             ["\nerror: RetrievalModule: `chunk_size` must be 'auto', a mapping, an integer or null, got Auto.\n"],
         ),
-        ({"T_max: 1520": "T_max: 1.52e3"}, ["\nerror: CosineAnnealingLR: `T_max` must be an integer, got 1520.0.\n"]),
+        ({"T_max: 1672": "T_max: 1.52e3"}, ["\nerror: CosineAnnealingLR: `T_max` must be an integer, got 1520.0.\n"]),
         ({"lr: 0.006": "lr: 0,006"}, ["\nerror: AdamW: `lr` must be a number, got 0,006.\n"]),
         (
-            {"gradient_clip_val: 1.0": "gradient_clip_val: no"},
+            {"gradient_clip_val: 0.05": "gradient_clip_val: no"},
             ["\nerror: Updates: `gradient_clip_val` must be", "False"],
         ),
         ({"ks: [1, 10, 100]": "ks: 1"}, ["\nerror: RetrievalEvaluation: `ks` must be a list or null, got 1.\n"]),
@@ -208,7 +208,7 @@ def printed_error(capsys, config, *options, command="fit"):
             ["\nerror: CSVLogger: `name` must be a text or null, got 2592100000.0; write it in quotes.\n"],
         ),
         (
-            {"max_epochs: 40": "max_epochs: 4e1"},
+            {"max_epochs: 44": "max_epochs: 4e1"},
             ["\nerror: `--trainer.max_epochs` must be an integer or null, got 40.0"],
         ),
         (
@@ -227,7 +227,7 @@ def printed_error(capsys, config, *options, command="fit"):
             {"lr_scheduler_interval: step": "chunk_size: 0"},
             ["\nerror: RetrievalModule: `chunk_size` must be", "got 0."],
         ),
-        ({"gradient_clip_val: 1.0": "layer_decay: 2"}, ["\nerror: Updates: `layer_decay` must be from", "got 2.0."]),
+        ({"gradient_clip_val: 0.05": "layer_decay: 2"}, ["\nerror: Updates: `layer_decay` must be from", "got 2.0."]),
         (
             {"lr_scheduler_interval: step": "head_lr_factor: 10"},
             ["\nerror: RetrievalModule has no argument head_lr_factor; did you mean updates.head_lr_factor?"],
