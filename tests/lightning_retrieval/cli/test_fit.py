@@ -330,7 +330,7 @@ class Faulty(SmoothAPLoss):
 
 @pytest.mark.refusal
 def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path):
-    loss = "lightning_retrieval.LogRankLoss\n      init_args:\n        tau: 0.01"
+    loss = "lightning_retrieval.LogRankLoss\n      init_args:\n        tau: 0.01\n        negative_weight: 10.0"
     config = write_example(tmp_path, **{loss: f"{__name__}.Faulty"})
     with pytest.raises(ValueError, match="my: own mistake"):
         main(["fit", "--config", str(config)])
