@@ -18,6 +18,7 @@ NAMES = (
     *("indicator", "ap_error", "interpolation", "batch_ap", "collapse", "list_length", "bins_and_margin"),
     *("decomposability", "classes_in_a_batch", "triplets"),
 )
+TRAINED = ("batch_ap", "collapse", "decomposability", "classes_in_a_batch", "triplets")  # of networks trained for it
 
 pytestmark = pytest.mark.slow
 
@@ -117,8 +118,8 @@ def split_numbers(text):
     return re.sub(fraction, "FRACTION", text), [float(number) for number in re.findall(fraction, text)]
 
 
-def check_written(drawn, written):
-    """The finding and the table are those that are written, up to the rounding of another processor, and times."""
+def check_written(drawn, written, tolerance):
+    """The finding and the table are those that are written, up to a tolerance of fractions, and times."""
     shape = [len(row) for row in drawn.table]
     assert shape == [len(row) for row in written["table"]]
     found_texts = [drawn.finding, *(cell for row in drawn.table for cell in row)]
@@ -126,7 +127,7 @@ def check_written(drawn, written):
     for found, expected in zip(found_texts, written_texts, strict=True):
         (words, fractions), (expected_words, expected_fractions) = split_numbers(found), split_numbers(expected)
         assert words == expected_words, "draw it again: python examples/figures.py"
-        assert fractions == pytest.approx(expected_fractions, abs=0.005), (found, expected)
+        assert fractions == pytest.approx(expected_fractions, abs=tolerance), (found, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,7 +142,9 @@ def test_a_figure_has_named_axes_and_shows_what_its_text_says(name, figures):
     assert len(colours) > 1 or name in ("classes_in_a_batch", "interpolation")
     assert {len(row) for row in drawn.table} == {len(drawn.table[0])}
     SHOWS[name](drawn)
-    check_written(drawn, json.loads((WRITTEN / "figures.json").read_text(encoding="utf-8"))[name])
+    written = json.loads((WRITTEN / "figures.json").read_text(encoding="utf-8"))[name]
+    # A network that is trained on a processor that rounds otherwise is another one.
+    check_written(drawn, written, tolerance=0.02 if name in TRAINED else 0.005)
 
 
 def test_all_figures_are_written_and_on_the_page(figures):
