@@ -1,4 +1,4 @@
-"""Losses that only the study has: log rank with weights on its positives, InfoNCE, mined triplets, and proxies.
+"""Losses that only the study has: log rank with other weights, InfoNCE, mined triplets, and proxies.
 
 The losses of pytorch-metric-learning with proxies have a proxy, or several, for each class of the training set. The
 proxies have a learning rate of their own, no weight decay, and no part in the clipping of gradients.
@@ -36,13 +36,15 @@ class WeightedLogRankLoss(LogRankLoss):
     Args:
         p: as above.
         c: the negative weight of log rank.
+        a: log(1 + c rn_i) becomes ((1 + c rn_i)^a - 1) / a, which tends to it as a tends to 0.
         tau: as in log rank.
         lambda_: as in log rank.
     """
 
-    def __init__(self, *, p: float = 0.0, c: float = 1.0, tau: float, lambda_: float) -> None:
+    def __init__(self, *, p: float = 0.0, c: float = 1.0, a: float = 0.0, tau: float, lambda_: float) -> None:
         super().__init__(tau, lambda_=lambda_, negative_weight=c)
         self.p = p
+        self.a = a
 
     def query_losses(self, block: ScoreBlock) -> Tensor:
         positives = block.positives
@@ -50,7 +52,10 @@ class WeightedLogRankLoss(LogRankLoss):
         s_i = at(block.scores, query, positives.index)
         s_negative = (block.scores / self.tau).masked_fill(~block.candidate | block.relevant, -torch.inf)
         rn_i = count_above(s_negative, query, s_i / self.tau, softplus_step) / math.log(2)
-        l_i = (self.negative_weight * rn_i).log1p() + self.lambda_ * (1 - s_i)
+        of_rank = (self.negative_weight * rn_i).log1p()
+        if self.a != 0:
+            of_rank = (self.a * of_rank).expm1() / self.a
+        l_i = of_rank + self.lambda_ * (1 - s_i)
         weights = place_of_each(positives, s_i.detach()) ** -self.p
         zeros = torch.zeros_like(s_negative[:, 0])
         return zeros.index_add(0, query, weights * l_i) / zeros.index_add(0, query, weights)
@@ -61,6 +66,57 @@ def place_of_each(positives: Positives, scores: Tensor) -> Tensor:
     order = positives.in_columns(scores).argsort(1, descending=True)
     places = order.argsort(1) + 1
     return places[positives.query, positives.column()].to(scores.dtype)
+
+
+class MovingRankLoss(nn.Module):
+    """Log rank whose gradient has moving averages of ranks in place of the ranks of the batch, as SOAP has for AP.
+
+    The gradient of log(1 + rn_i) is that of rn_i, divided by 1 + rn_i. The divisor here is 1 + u. For each class and
+    each place k, u is the moving average over the batches of the mean rn_i of the k-th best positives of the class.
+
+    Args:
+        gamma: weight of the present batch in the moving averages.
+        tau: as in log rank.
+        lambda_: as in log rank.
+    """
+
+    def __init__(self, *, gamma: float, tau: float, lambda_: float) -> None:
+        super().__init__()
+        self.gamma, self.tau, self.lambda_ = gamma, tau, lambda_
+        self.averages: dict[tuple[int, int], float] = {}  # by class and place
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        embeddings = normalize(embeddings)
+        scores = embeddings @ embeddings.T
+        same = labels[:, None] == labels
+        positive = same & ~torch.eye(len(labels), dtype=torch.bool)
+        query, i = positive.nonzero(as_tuple=True)
+        s_i = scores[query, i]
+        differences = scores.masked_fill(same, -torch.inf)[query] - s_i[:, None]
+        rn_i = softplus(differences / self.tau).sum(1) / math.log(2)
+        order = scores.detach().masked_fill(~positive, -torch.inf).argsort(1, descending=True)
+        places = order.argsort(1)[query, i]
+        u_i = self.averages_of(torch.stack([labels[query], places], 1), rn_i.detach())
+        l_i = rn_i / (1 + u_i) + self.lambda_ * (1 - s_i)
+        counts = positive.sum(1)
+        of_queries = torch.zeros_like(scores[0]).index_add(0, query, l_i)[counts > 0] / counts[counts > 0]
+        return of_queries.mean()
+
+    def averages_of(self, keys: Tensor, rn_i: Tensor) -> Tensor:
+        """Return the moving average of each positive, with those of the batch in it.
+
+        Args:
+            keys: class and place of each positive, (pos, 2).
+            rn_i: of each positive, (pos,).
+        """
+        distinct, inverse, counts = keys.unique(dim=0, return_inverse=True, return_counts=True)
+        means = torch.zeros(len(distinct), dtype=rn_i.dtype).index_add(0, inverse, rn_i) / counts
+        values = []
+        for (label, place), mean in zip(distinct.tolist(), means.tolist(), strict=True):
+            before = self.averages.get((label, place), mean)
+            self.averages[label, place] = (1 - self.gamma) * before + self.gamma * mean
+            values.append(self.averages[label, place])
+        return torch.tensor(values, dtype=rn_i.dtype)[inverse]
 
 
 class InfoNCELoss(nn.Module):

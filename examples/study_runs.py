@@ -21,6 +21,7 @@ from study_peers import (
     PROXY_LOSSES,
     InfoNCELoss,
     MinedTripletLoss,
+    MovingRankLoss,
     ProxyLoss,
     ProxyTraining,
     WeightedLogRankLoss,
@@ -48,7 +49,7 @@ from lightning_retrieval.models import GlyphNet, Preparation
 IMAGE_SIZE = 32  # of pictures from a folder, as that of the glyphs
 FIRST_STEPS = 0.2  # of all, with the first loss
 CLIP = 1.0  # largest norm of gradients
-OWN_LOSSES = {loss.__name__: loss for loss in (WeightedLogRankLoss, InfoNCELoss, MinedTripletLoss)}
+OWN_LOSSES = {loss.__name__: loss for loss in (WeightedLogRankLoss, MovingRankLoss, InfoNCELoss, MinedTripletLoss)}
 HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; the others always hold some out
 
 

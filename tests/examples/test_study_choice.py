@@ -267,9 +267,12 @@ def unit(rows, dim, seed=0):
 LABELS = torch.tensor([7, 7, 7, 3, 3, 9, 9, 9, 9, 3])
 
 
-@pytest.mark.parametrize(("p", "c"), [(1.0, 1.0), (0.0, 30.0), (0.5, 0.2)])
-def test_weights_and_longer_lists_of_log_rank(peers, p, c):
-    """With p 0 and c 1 it is log rank. The k-th best positive has the weight k^-p, and each negative counts c times."""
+@pytest.mark.parametrize(
+    ("p", "c", "a"), [(1.0, 1.0, 0.0), (0.0, 30.0, 0.0), (0.5, 0.2, 0.0), (0.0, 1.0, -0.5), (1.0, 3.0, 0.5)]
+)
+def test_weights_and_longer_lists_of_log_rank(peers, p, c, a):
+    """With p 0, c 1 and a 0 it is log rank. The k-th best positive has the weight k^-p, each negative counts c times,
+    and a is the power of ranks."""
     x = unit(10, 5)
     plain = LogRankLoss(0.1, lambda_=1.0)(x, LABELS)
     torch.testing.assert_close(peers.WeightedLogRankLoss(tau=0.1, lambda_=1.0)(x, LABELS), plain)
@@ -284,12 +287,44 @@ def test_weights_and_longer_lists_of_log_rank(peers, p, c):
             for j in range(10):
                 if LABELS[j] != label:
                     rank += math.log1p(math.exp((scores[query][j] - scores[query][i]) / 0.1)) / math.log(2)
-            total += k**-p * (math.log1p(c * rank) + 1 - scores[query][i])
+            of_rank = ((1 + c * rank) ** a - 1) / a if a else math.log1p(c * rank)
+            total += k**-p * (of_rank + 1 - scores[query][i])
             weights += k**-p
         queries.append(total / weights)
-    loss = peers.WeightedLogRankLoss(p=p, c=c, tau=0.1, lambda_=1.0)
+    loss = peers.WeightedLogRankLoss(p=p, c=c, a=a, tau=0.1, lambda_=1.0)
     assert loss(x, LABELS).item() == pytest.approx(sum(queries) / 10)
     assert torch.autograd.gradcheck(lambda y: loss(y, LABELS), x)
+
+
+def test_moving_averages_of_ranks_replace_them_in_the_gradient(peers):
+    """With gamma 1 and one positive of each class and place, the gradient is that of log rank. With less, the averages
+    of a class and a place keep 1 - gamma of what they were."""
+    labels = torch.tensor([7, 7, 3, 3, 9, 4])
+    pairs = [(7, (0, 1)), (7, (1, 0)), (3, (2, 3)), (3, (3, 2))]  # label, query and positive
+    loss = peers.MovingRankLoss(gamma=0.25, tau=0.1, lambda_=1.0)
+    averages = {}
+    for seed in range(3):
+        x = unit(6, 5, seed)
+        scores = (x @ x.T).tolist()
+        ranks = {}
+        for label, (query, positive) in pairs:
+            behind = [scores[query][j] - scores[query][positive] for j in range(6) if labels[j] != label]
+            ranks[query] = sum(math.log1p(math.exp(value / 0.1)) for value in behind) / math.log(2)
+        for label, queries in ((7, (0, 1)), (3, (2, 3))):
+            mean = sum(ranks[query] for query in queries) / 2
+            averages[label] = 0.75 * averages.get(label, mean) + 0.25 * mean
+        expected = sum(ranks[query] / (1 + averages[label]) + 1 - scores[query][i] for label, (query, i) in pairs) / 4
+        assert loss(x, labels).item() == pytest.approx(expected)
+    classes = torch.tensor([0, 0, 1, 2, 3, 4])
+    gradients = []
+    for rank_loss in (peers.MovingRankLoss(gamma=1.0, tau=0.1, lambda_=1.0), LogRankLoss(0.1, lambda_=1.0)):
+        # The two queries with a positive have the same rank, which is then their average.
+        x = torch.eye(6, dtype=torch.float64)
+        x[1, 0] = 0.5
+        x.requires_grad_()
+        rank_loss(x, classes).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_info_nce_is_that_of_pytorch_metric_learning(peers):
