@@ -277,10 +277,10 @@ def weights_of_ranks(title: str, task: str, chosen: Mapping[str, Setting]) -> Ex
     arguments = chosen[LOG_RANK].loss_args
     rows = {LOG_RANK: replace(chosen[LOG_RANK], loss="WeightedLogRankLoss")}
     for a in RANK_POWERS:
-        rows[f"a {a:g}"] = replace(rows[LOG_RANK], loss_args={**arguments, "a": a})
+        rows[f"log rank, a {a:g}"] = replace(rows[LOG_RANK], loss_args={**arguments, "a": a})
     for gamma in GAMMAS:
-        moving = {**arguments, "gamma": gamma}
-        rows[f"moving averages, gamma {gamma:g}"] = replace(rows[LOG_RANK], loss="MovingRankLoss", loss_args=moving)
+        row = f"log rank, moving averages, gamma {gamma:g}"
+        rows[row] = replace(rows[LOG_RANK], loss="MovingRankLoss", loss_args={**arguments, "gamma": gamma})
     claims = []
     for metric in ("mAP", "R@1"):
         for row in list(rows)[1:]:

@@ -132,8 +132,9 @@ that its frozen part is applied to each of them once.
 - **A result** is the median over the seeds 20 to 24, which no choice has used, with the lowest and the highest value in
   brackets. The sections that sweep one parameter have the seeds 0 to 2. The comparisons were written down before the
   runs, except those of the last two losses of each table. These two, and the comparisons of the loss above them with
-  single losses of pairs, were added when the results of the other losses from random weights were known. The section on
-  longer lists came last; its comparisons, too, were written down before its runs.
+  single losses of pairs, were added when the results of the other losses from random weights were known. The
+  sections on longer lists, on weights of positives and on weights of ranks came last; their comparisons, too, were
+  written down before their runs, and the last two have seeds of their own.
 - **Photographs** are 5,856 images of 732 tiles of 38 photographs, eight changed parts of each tile. A tile is a class,
   and no photograph is in two of the splits: 334 classes train, 64 choose the settings, and 334 are the test set.
   `examples/photographs.py` takes the photographs from four Debian packages, and names them. Their licences are, as the
@@ -237,7 +238,7 @@ class Report:
         """Return the text of an experiment and its rows of the overview, and write its plot."""
         anchor = re.sub(r"[^\w -]", "", experiment.title.lower()).replace(" ", "-")
         link = f"[{experiment.title}](#{anchor})"
-        head = f"## {experiment.title}\n\n{textwrap.fill(experiment.about, 120)}"
+        head = f"## {experiment.title}\n\n{textwrap.fill(experiment.about, 120, break_on_hyphens=False)}"
         missing = self.missing_runs(experiment)
         if missing:
             total = len(experiment.rows) * len(experiment.seeds)
