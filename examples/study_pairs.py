@@ -5,7 +5,7 @@ one seed. The second compares the best setting of each on the test set, with see
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -250,23 +250,27 @@ def temperatures(title: str, task: str, chosen: Mapping[str, Setting]) -> Experi
     )
 
 
+def above_the_first(rows: Iterable[str], name: str) -> list[Finding]:
+    """Return the claims that each row is above the first one, which has another name in them, in mAP and in R@1."""
+    first, *others = rows
+    return [
+        Finding(f"{row}, is above {name}", row, first, metric=metric) for metric in ("mAP", "R@1") for row in others
+    ]
+
+
 def weights_of_positives(title: str, task: str, chosen: Mapping[str, Setting]) -> Experiment:
     """Return the comparison of weights on the positives of log rank."""
     start = replace(chosen[LOG_RANK], loss="WeightedLogRankLoss")
     rows = {}
-    claims = []
     for p in POWERS:
         rows[f"log rank, p {p:g}"] = replace(start, loss_args={**start.loss_args, "p": p})
-    for metric in ("mAP", "R@1"):
-        for row in list(rows)[1:]:
-            claims.append(Finding(f"{row}, is above p 0", row, "log rank, p 0", metric=metric))
     return Experiment(
         f"Weights of positives: {title}",
         "Log rank whose k-th best positive has a weight in proportion to k^-p, with the settings that were chosen "
         "above for log rank, which has p 0. The seeds are 40 to 44, which no other experiment has; the comparisons and "
         "what they decide were [written down before the runs](candidates.md#weights-alone).",
         {"": rows},
-        claims,
+        above_the_first(rows, "p 0"),
         seeds=range(40, 45),
         chosen_by=f"choice_{task}",
     )
@@ -281,10 +285,6 @@ def weights_of_ranks(title: str, task: str, chosen: Mapping[str, Setting]) -> Ex
     for gamma in GAMMAS:
         row = f"log rank, moving averages, gamma {gamma:g}"
         rows[row] = replace(rows[LOG_RANK], loss="MovingRankLoss", loss_args={**arguments, "gamma": gamma})
-    claims = []
-    for metric in ("mAP", "R@1"):
-        for row in list(rows)[1:]:
-            claims.append(Finding(f"{row}, is above log rank", row, LOG_RANK, metric=metric))
     return Experiment(
         f"Weights of ranks: {title}",
         "Log rank with ((1 + rn_i)^a - 1) / a in place of log(1 + rn_i), and with moving averages of ranks over the "
@@ -292,7 +292,7 @@ def weights_of_ranks(title: str, task: str, chosen: Mapping[str, Setting]) -> Ex
         "which no other experiment has; the comparisons and what they decide were [written down before the "
         "runs](candidates.md#weights-of-ranks).",
         {"": rows},
-        claims,
+        above_the_first(rows, "log rank"),
         seeds=range(55, 60),
         chosen_by=f"choice_{task}",
     )
