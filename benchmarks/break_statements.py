@@ -2,12 +2,13 @@
 
     python benchmarks/break_statements.py --breaks 20                                # of HEAD
     python benchmarks/break_statements.py --seed 1 --paths callbacks --commit 84b9e3ae
+    python benchmarks/break_statements.py --breaks 20 --each losses ranking+metrics datamodules --without_checks
 
 The commit is checked out into a temporary folder, in which one statement after the other is broken: a comparison is
 replaced by its opposite, a condition negated, a call dropped, or a constant changed. The tests of the file's folder, or
 those that are named, run after each, those of the file itself first, until one fails. Two commits with the same library
 break the same statements for the same seed, so the two lists show what the tests of one notice and those of the other
-do not.
+do not. With `--without_checks`, statements that validate arguments or write messages are left out.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,8 +31,12 @@ from io import BytesIO
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
+NOT_NOTICED, TOO_LATE = "NOT NOTICED", "NO TEST FAILED IN TIME"
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 IMPORTED_ONCE = ("pytest", "torch", "torchvision.transforms.v2", "pytorch_lightning", "torchmetrics", "sklearn.metrics")
+# Names of functions that validate or warn, and functions whose arguments are parts of a message.
+CHECK = re.compile(r"^_?(check|checks|checked|warn|rank_zero_warn|refuse|raise|short_repr|first_of|first_line)(_|$)")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -83,13 +89,38 @@ def replacement(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def candidates(path: str, source: str) -> list[Break]:
+def is_check(node: ast.AST) -> bool:
+    """Whether a node only validates or writes a message: it raises, warns, or is or calls a function that checks."""
+    if isinstance(node, FUNCTIONS):
+        return bool(CHECK.match(node.name))
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return bool(CHECK.match(name))
+    if isinstance(node, (ast.If, ast.ExceptHandler)) and not getattr(node, "orelse", []):
+        last = node.body[-1]
+        return is_check(last.value if isinstance(last, ast.Expr) else last)
+    return isinstance(node, (ast.Raise, ast.JoinedStr))
+
+
+def nodes_of(tree: ast.AST, without_checks: bool) -> list[ast.AST]:
+    """The nodes of a syntax tree; those inside of checks are left out if wanted."""
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        if without_checks and is_check(node.value if isinstance(node, ast.Expr) else node):
+            continue
+        found.append(node)
+        left += ast.iter_child_nodes(node)
+    return found
+
+
+def candidates(path: str, source: str, without_checks: bool) -> list[Break]:
     """All that can be broken in a file."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     pairs: list[tuple[ast.expr | ast.stmt, ast.AST]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(ast.parse(source), without_checks):
         if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, ast.Compare):
             pairs.append((node.test, ast.UnaryOp(ast.Not(), node.test)))
         new = replacement(node)
@@ -106,14 +137,22 @@ def candidates(path: str, source: str) -> list[Break]:
     return found
 
 
-def drawn(folder: Path, paths: list[str], breaks: int, seed: int) -> list[Break]:
+def drawn(folder: Path, paths: list[str], breaks: int, seed: int, without_checks: bool) -> list[Break]:
     """As many statements as asked for, of the files in these folders of the checked-out commit."""
     found = []
     for path in paths:
         files = sorted((folder / path).rglob("*.py")) if (folder / path).is_dir() else [folder / path]
         for file in files:
-            found += candidates(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8"))
+            source = file.read_text(encoding="utf-8")
+            found += candidates(file.relative_to(folder).as_posix(), source, without_checks)
     return random.Random(seed).sample(found, breaks)
+
+
+def folder_of(package: str) -> str:
+    """The folder of a package of the library, by its name."""
+    if package in PACKAGES:
+        return package
+    return f"lightning_retrieval/{package}"
 
 
 def tests_of(folder: Path, path: str) -> list[str]:
@@ -171,9 +210,9 @@ def answer_of_tests(folder: Path, statement: Break, tests: list[str], timeout: f
     finally:
         statement.write(folder, content)
     if code is None:
-        return "no test failed in time"
+        return TOO_LATE
     if code == 0:
-        return "NOT NOTICED"
+        return NOT_NOTICED
     failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0][:150] if failed else printed.strip()[-150:]
 
@@ -191,6 +230,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="HEAD")
     parser.add_argument("--paths", nargs="+", default=list(PACKAGES), help="files and folders of the library")
+    parser.add_argument(
+        "--each", nargs="+", default=[], help="packages, each of which gets as many breaks; those joined by + are one"
+    )
+    parser.add_argument("--without_checks", action="store_true", help="leave out what validates or writes messages")
     parser.add_argument("--tests", nargs="+", default=[], help="files of tests to run in place of the file's folder")
     parser.add_argument("--breaks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -202,11 +245,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check_out(args.commit, folder)
-        for statement in drawn(folder, args.paths, args.breaks, args.seed):
+        groups = [list(map(folder_of, each.split("+"))) for each in args.each] or [args.paths]
+        statements = []
+        for paths in groups:
+            statements += drawn(folder, paths, args.breaks, args.seed, args.without_checks)
+        for statement in statements:
             answer = answer_of_tests(folder, statement, args.tests, args.timeout)
-            unnoticed += answer == "NOT NOTICED"
+            unnoticed += answer in (NOT_NOTICED, TOO_LATE)
             print(f"{statement.path}:{statement.line}: {statement.old} -> {statement.new}\n    {answer}", flush=True)
-    print(f"{args.breaks} statements broken, {unnoticed} not noticed")
+    print(f"{len(statements)} statements broken, {unnoticed} not noticed")
 
 
 if __name__ == "__main__":
