@@ -2,7 +2,7 @@
 # They use .venv if there is one. Choose another Python with `make PYTHON=...`.
 export PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-windows test-lowest docs bench
+.PHONY: format check test test-examples test-fast test-dist test-shapes test-lightning test-windows test-lowest test-everything docs bench
 
 format:  ## format the code with ruff
 	$(PYTHON) -m ruff format .
@@ -23,17 +23,22 @@ test-fast:  ## the tests of the library without the slow ones, on two processes,
 test-dist:  ## the tests that run in several processes
 	$(PYTHON) -m pytest -m distributed
 
-test-shapes:  ## the core's tests with every shape and type checked at run time
+test-shapes:  ## losses, ranking, metrics and chunked backward with every shape and type checked at run time
 	bash .ci/shapes
 
-test-lightning:  ## the tests that use Lightning, with the package lightning
+test-lightning:  ## a training and a command, with the package lightning
 	bash .ci/either_lightning
 
 test-windows:  ## tests in processes that behave as on Windows
 	bash .ci/windows
 
-test-lowest:  ## the main example and the fast tests, with the oldest versions that setup.cfg allows
+test-lowest:  ## the main example, losses, metrics, callbacks and data modules, with the oldest versions of setup.cfg
 	bash .ci/lowest
+
+test-everything: test test-examples test-windows  ## all tests in all ways, as in each night
+	bash .ci/shapes everything
+	bash .ci/either_lightning everything
+	bash .ci/lowest everything
 
 docs:  ## build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
