@@ -25,6 +25,7 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     SupAPLoss,
 )
+from lightning_retrieval.losses.batch_loss import QueryRange, ranked_batch
 
 # Labels of a batch in which at least one class has two images.
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=12).filter(lambda labels: len(set(labels)) < len(labels))
@@ -175,7 +176,6 @@ class LossCase:
     make: Callable
     formula: Callable
     differentiable: bool = True  # so that gradcheck applies
-    in_unit_interval: bool = True
 
 
 def case(loss, formula, settings=None, formula_settings=None, **known):
@@ -189,7 +189,6 @@ OFFICIAL_SUP_AP = {"tau": 0.1, "rho": 20.0, "delta": 0.2, "offset": 1.44, "start
 OFFICIAL_SLOPES = (25.0, 0.5, 10.0)
 RECALL = {"ks": (1, 2, 30), "tau_rank": 0.05, "tau_k": (1.0, 0.5, 2.0)}
 RANKS = {"differentiable": False}
-RANKS_UNBOUNDED = {"differentiable": False, "in_unit_interval": False}
 
 TABLE = {
     "smooth_ap": case(SmoothAPLoss, smooth_ap, {"tau": 0.05}),
@@ -197,9 +196,7 @@ TABLE = {
     "sup_ap official": case(SupAPLoss, sup_ap, OFFICIAL_SUP_AP),
     "hap": case(HAPLoss, hap),
     "hap alpha 2": case(HAPLoss, hap, {"alpha": 2.0, "tau": 0.1}),
-    "hap slopes": case(
-        HAPLoss, hap, {"hrank_slopes": OFFICIAL_SLOPES}, {"slopes": OFFICIAL_SLOPES}, in_unit_interval=False
-    ),
+    "hap slopes": case(HAPLoss, hap, {"hrank_slopes": OFFICIAL_SLOPES}, {"slopes": OFFICIAL_SLOPES}),
     "fast_ap": case(FastAPLoss, fast_ap, {"num_bins": 7}),
     "quantized_ap": case(QuantizedAPLoss, quantized_ap, {"num_bins": 13}, {"bins": 13}),
     "quantized_ap narrow": case(
@@ -216,23 +213,20 @@ TABLE = {
         quantized_ap,
         {"num_bins": 4, "tie_aware": "full"},
         {"bins": 4, "tie_aware": "full"},
-        in_unit_interval=False,
     ),
     "blackbox_ap": case(BlackboxAPLoss, blackbox_ap, {}, {"margin": 0.02}, **RANKS),
     "blackbox_ap margin": case(BlackboxAPLoss, blackbox_ap, {"margin": 0.3}, **RANKS),
-    "blackbox_recall": case(BlackboxRecallLoss, blackbox_recall, {}, {"margin": 0.02}, **RANKS_UNBOUNDED),
+    "blackbox_recall": case(BlackboxRecallLoss, blackbox_recall, {}, {"margin": 0.02}, **RANKS),
     "blackbox_recall loglog": case(
-        BlackboxRecallLoss, blackbox_recall, {"margin": 0.0, "weighting": "loglog"}, **RANKS_UNBOUNDED
+        BlackboxRecallLoss, blackbox_recall, {"margin": 0.0, "weighting": "loglog"}, **RANKS
     ),
     "blackbox_recall memory": case(
-        BlackboxRecallLoss, blackbox_recall, {"batch_memory": 4}, {"margin": 0.02, "batch_memory": 4}, **RANKS_UNBOUNDED
+        BlackboxRecallLoss, blackbox_recall, {"batch_memory": 4}, {"margin": 0.02, "batch_memory": 4}, **RANKS
     ),
-    "calibration": case(CalibrationLoss, calibration, in_unit_interval=False),
+    "calibration": case(CalibrationLoss, calibration),
     "recall_at_k": case(RecallAtKLoss, recall_at_k, RECALL),
-    "log_rank": case(LogRankLoss, log_rank, {"tau": 0.05}, in_unit_interval=False),
-    "log_rank bound": case(
-        LogRankLoss, log_rank, {"tau": 0.01, "lambda_": 0.0, "negative_weight": 10.0}, in_unit_interval=False
-    ),
+    "log_rank": case(LogRankLoss, log_rank, {"tau": 0.05}),
+    "log_rank bound": case(LogRankLoss, log_rank, {"tau": 0.01, "lambda_": 0.0, "negative_weight": 10.0}),
 }
 
 
@@ -283,6 +277,16 @@ def value_and_gradient(loss, x, *args, **kwargs):
     value = loss(x, *args, **kwargs)
     value.sum().backward()
     return value.detach(), x.grad
+
+
+def value_at(fraction, loss, x, labels):
+    """The value at a fraction of the training, which only a training step gives."""
+    return loss.of_batch(ranked_batch(x, labels, fraction=fraction))
+
+
+def value_of_queries(begin, end, total, loss, *arguments, **keywords):
+    """The value of some queries of a batch, as a process computes it; `total` sums a tensor over all processes."""
+    return loss(*arguments, queries=QueryRange(begin, end, total), **keywords)
 
 
 def ranks_by_sorting(scores):

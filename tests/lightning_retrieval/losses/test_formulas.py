@@ -18,8 +18,8 @@ from lightning_retrieval.losses import (
     ROADMAPLoss,
     SmoothAPLoss,
     SupAPLoss,
-    blockwise,
 )
+from tests.lightning_retrieval.blocks import small_blocks
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     OFFICIAL_SLOPES,
@@ -31,18 +31,13 @@ from tests.lightning_retrieval.losses.oracles import (
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 0, 1, 1, 1, 2])
 
 
-@pytest.mark.parametrize("lambda_", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("lambda_", [0.0, 0.1, 1.0])
 def test_roadmap(lambda_):
-    parts = {"sup_ap": SupAPLoss(offset=1.44), "calibration": CalibrationLoss(0.8, 0.5)}
-    loss = ROADMAPLoss(lambda_, **parts)
-    expected = (1 - lambda_) * parts["sup_ap"](X, Y) + lambda_ * parts["calibration"](X, Y)
-    assert loss(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
-    assert (loss.sup_ap, loss.calibration, loss.lambda_) == (parts["sup_ap"], parts["calibration"], lambda_)
-    plain = ROADMAPLoss(lambda_)
-    assert plain.sup_ap is None
-    assert plain.calibration is None
     expected = (1 - lambda_) * SupAPLoss()(X, Y) + lambda_ * CalibrationLoss()(X, Y)
-    assert plain(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
+    assert ROADMAPLoss(lambda_)(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
+    parts = {"sup_ap": SupAPLoss(offset=1.44), "calibration": CalibrationLoss(0.8, 0.5)}
+    expected = (1 - lambda_) * parts["sup_ap"](X, Y) + lambda_ * parts["calibration"](X, Y)
+    assert ROADMAPLoss(lambda_, **parts)(X, Y).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"reduction": "none"}, {"class_balanced": True}, {"include_self": True}])
@@ -55,13 +50,7 @@ def test_roadmap_hands_its_settings_to_its_terms(settings):
     assert value.shape != plain.shape or not torch.allclose(value, plain)
 
 
-@pytest.mark.refusal
-def test_roadmap_settings_beside_both_terms():
-    with pytest.raises(ValueError, match=r"^ROADMAPLoss: if both terms are given, .* got .*'class_balanced': True"):
-        ROADMAPLoss(0.3, SupAPLoss(), CalibrationLoss(), class_balanced=True)
-
-
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(labels=LABELS, seed=st.integers(0, 10**6))
 def test_never_below_1_minus_ap(labels, seed):
     """Without ties: between a positive and a negative that tie, sigma(0) is one half, the step one."""
@@ -81,20 +70,20 @@ def test_gradcheck_of_means_over_all_pairs(pair_mean):
     assert torch.autograd.gradcheck(lambda x: loss(x, labels), x.requires_grad_())
 
 
-@pytest.mark.parametrize("elements", [1, 30, 1 << 21])
-def test_means_over_all_pairs(elements, monkeypatch):
+@pytest.mark.parametrize("elements", [1, 30, 1 << 20])
+def test_means_over_all_pairs(elements):
     """Pairs of queries without a positive count too, for any size of the blocks."""
-    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
     x, labels = batch([1, 2, 4, 1])
     unit = nn.functional.normalize(x)
     s = unit @ unit.T
     pairs = ~torch.eye(8, dtype=torch.bool)
     same = labels[:, None] == labels
     near, far = (0.9 - s[pairs & same]).clamp(min=0), (s[pairs & ~same] - 0.6).clamp(min=0)
-    value = CalibrationLoss(pair_mean="all")(x, labels)
+    with small_blocks(elements):
+        value = CalibrationLoss(pair_mean="all")(x, labels)
+        nonzero = CalibrationLoss(pair_mean="nonzero")(x, labels)
     assert value.item() == pytest.approx((near.mean() + far.mean()).item(), abs=1e-12)
-    value = CalibrationLoss(pair_mean="nonzero")(x, labels)
-    assert value.item() == pytest.approx((near[near > 0].mean() + far[far > 0].mean()).item(), abs=1e-12)
+    assert nonzero.item() == pytest.approx((near[near > 0].mean() + far[far > 0].mean()).item(), abs=1e-12)
 
 
 def test_hap_by_hand():
@@ -131,7 +120,7 @@ def test_a_coarser_level_is_lower_though_its_relevance_is_higher():
     assert loss.from_scores(s, levels).item() == pytest.approx(expected, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(labels=LABELS)
 def test_with_one_level_it_is_sup_ap(labels):
     x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
@@ -152,7 +141,7 @@ def test_fast_ap_by_hand():
     assert FastAPLoss(num_bins=2).from_scores(scores, relevant).item() == pytest.approx(1 / 3)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(labels=LABELS, num_bins=st.integers(2, 30))
 def test_equals_quantized_ap_with_one_more_bin(labels, num_bins):
     x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
@@ -185,14 +174,3 @@ def test_small_tau_gives_average_precision():
         expected.append(average_precision_score(labels[others] == labels[q], scores[q, others]))
     value = SmoothAPLoss(tau=1e-9)(x, labels)
     assert value.item() == pytest.approx(1 - sum(expected) / len(expected), abs=1e-9)
-
-
-def test_only_the_input_that_requires_a_gradient_gets_one():
-    (x, labels), (r, ref_labels) = batch([2, 3]), batch([3, 4, 1])
-    for leaf, other in ((x, r), (r, x)):
-        other.requires_grad_(False)
-        leaf.requires_grad_(True)
-        SmoothAPLoss(tau=0.3, reduction="none")(x, labels, r, ref_labels).sum().backward()
-        assert leaf.grad.abs().sum() > 0
-        assert other.grad is None
-        leaf.grad = None

@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
-from torch.nn.functional import softplus
 
 from lightning_retrieval.losses import BlackboxRecallLoss, LogRankLoss, SmoothAPLoss
-from lightning_retrieval.losses.log_rank import softplus_step
-from tests.lightning_retrieval.losses.oracles import LABELS
+from tests.lightning_retrieval.losses.oracles import LABELS, log_rank
 
 SCORES = [[0.9, 0.8, 0.7, -0.2, 0.65], [0.1, 0.55, 0.5, 0.5, -0.9]]
 RELEVANT = [[True, False, True, False, False], [False, True, False, False, True]]
@@ -84,7 +82,7 @@ def test_other_positives_do_not_count():
     assert value.item() == pytest.approx(0.0, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(
     labels=LABELS,
     seed=st.integers(0, 10**6),
@@ -162,20 +160,16 @@ def test_half_precision_scores(dtype):
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("gallery", [1, 2, 3, 5, 31, 32, 33, 100])
-def test_softplus_and_its_slope(gallery):
-    t = torch.randn(4, gallery, dtype=torch.float64) * 10
-    t[0, 0], t[1, 0], t[2, 0] = 0.0, -torch.inf, 1e13
-    expected, slope = softplus(t, threshold=1e9).where(t < 700, t).sum(1), torch.sigmoid(t)
-    count, found = softplus_step(t.clone())
-    torch.testing.assert_close(count, expected, rtol=1e-14, atol=1e-13)
-    torch.testing.assert_close(found, slope)
-
-
-def test_softplus_of_many_negatives_far_below_is_close_in_float32():
-    t = torch.linspace(-40.0, -10.0, 4096)[None]
-    count, _ = softplus_step(t.clone())
-    assert count.item() == pytest.approx(softplus(t.double()).sum().item(), abs=1e-4)
+@pytest.mark.parametrize("length", [2, 3, 5, 32, 33, 34, 100])
+def test_lists_of_any_length_against_loops(length):
+    scores = torch.randn(4, length, dtype=torch.float64) / 10
+    relevant = torch.zeros(4, length, dtype=torch.bool)
+    relevant[:, 0] = True
+    scores[0, 1] = scores[0, 0]
+    scores[1, 1] = scores[1, 0] - 100
+    expected = [log_rank(of_query, [1] + [0] * (length - 1), 0.01) for of_query in scores.tolist()]
+    found = LogRankLoss(0.01, reduction="none").from_scores(scores, relevant)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("negatives", [5, 4096])
@@ -200,18 +194,3 @@ def test_gradient_of_softplus_counts():
     relevant[:, 0] = True
     loss = LogRankLoss(0.5, reduction="none")
     assert torch.autograd.gradcheck(lambda s: loss.from_scores(s, relevant), scores.requires_grad_())
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "keywords"),
-    [
-        (ValueError, r"^LogRankLoss: `tau` must be .* > 0, got 0\.0\.$", {"tau": 0.0}),
-        (ValueError, r"^LogRankLoss: `lambda_` must be .* got -1\.0\.$", {"lambda_": -1.0}),
-        (TypeError, r"^LogRankLoss: `lambda_` must be .* got '1'", {"lambda_": "1"}),
-        (ValueError, r"^LogRankLoss: `negative_weight` must be .* > 0, got 0\.0\.$", {"negative_weight": 0.0}),
-    ],
-)
-def test_invalid_settings(error, sentence, keywords):
-    with pytest.raises(error, match=sentence):
-        LogRankLoss(**keywords)

@@ -1,6 +1,6 @@
 """Invalid arguments of the losses."""
 
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses import SmoothAPLoss
 from tests.refusals import refusal_test
 
@@ -12,6 +12,6 @@ TABLE = {
     "search": [
         (lambda: ["--index", "i", "-k=0", "a.png"], SystemExit, "-k", "0"),
         (lambda: ["--index", "i", "--tau=0", "a.png"], SystemExit, "--tau"),
-    ]
+    ],
 }
 test_invalid_arguments_raise = refusal_test(TABLE)
