@@ -1,7 +1,6 @@
-"""What the states in a checkpoint may make a resumed run delete, write and read: nothing but checkpoints of the run.
+"""A resumed run deletes, replaces and publishes nothing but its own checkpoints, whatever its checkpoint says.
 
-Lightning's `ModelCheckpoint` deletes the paths in its state. The same paths stand in each field, in each form that
-Lightning or fsspec understands, and come in by each way; after the resume, the run saves checkpoints of its own.
+Lightning's `ModelCheckpoint` deletes the paths in its state. They may have any form that Lightning or fsspec knows.
 """
 
 import functools
@@ -12,58 +11,47 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss, checkpoints
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import (
-    is_checkpoint,
     read_checkpoint,
     torch_writes_shards,
     write_checkpoint,
     write_sharded_checkpoint,
 )
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.training.checkpoint_files import restored_network
-from lightning_retrieval.training.restored_states import restrict_states
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.training.small_training import SGD, PointData, net, trainer
 
 NEEDS_SHARDS = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch 2.9")
 pytestmark = [pytest.mark.hostile, pytest.mark.refusal]
 
-DROPPED = "RetrievalModule: the states of callbacks in the checkpoint name paths that are no checkpoints of this run"
-NOT_DELETED = "is no checkpoint of this run, so it was not deleted"
-MEMORY = "memory://photos"
+DROPPED = "no checkpoints of this run"
+NOT_DELETED = "was not deleted"
+# Names of the user's folder, or of another machine, that Lightning or fsspec would resolve.
+FORMS = (
+    "{photos}",
+    "{photos}/private.txt",
+    "{folder}/{relative}",
+    "{folder}/link/trip",
+    "local://{photos}",
+    "file://{photos}",
+    "local://{folder}/{relative}",
+    "memory://photos",
+    "http://photos.example/private.ckpt",
+    "simplecache::local://{photos}",
+)
 
 
-def forms(photos: Path, folder: Path) -> dict[str, str]:
-    """Names of the user's folder, or of another machine: what Lightning or fsspec would resolve to it."""
-    (folder / "link").symlink_to(photos)
-    return {
-        "path": str(photos),
-        "file": str(photos / "private.txt"),
-        "local://": f"local://{photos}",
-        "local:": f"local:{photos}",
-        "file://": f"file://{photos}",
-        "..": f"{folder}/{os.path.relpath(photos, folder)}",
-        "local://..": f"local://{folder}/{os.path.relpath(photos, folder)}",
-        "link": f"{folder}/link/trip",
-        "local://link": f"local://{folder}/link/trip",
-        "memory://": MEMORY,
-        "http://": "http://photos.example/private.ckpt",
-        "chain": f"simplecache::local://{photos}",
-        "drive": "C:\\Users\\photos\\private.txt",
-        "backslashes": "link\\..\\..\\photos\\private.txt",
-    }
-
-
-FORMS = ("path", "file", "..", "link", "local://", "local:", "file://", "local://..", "local://link", "memory://")
-FORMS += ("http://", "chain")
-FIELDS = ("best_model_path", "last_model_path", "kth_best_model_path", "best_k_models")
+def path_of(form: str, photos: Path, folder: Path) -> str:
+    """The path that a form makes of the user's folder and the folder of the run."""
+    if not (folder / "link").is_symlink():
+        (folder / "link").symlink_to(photos)
+    return form.format(photos=photos, folder=folder, relative=os.path.relpath(photos, folder))
 
 
 @pytest.fixture
@@ -108,18 +96,11 @@ def write_states(path: Path, change, name: str = "ModelCheckpoint") -> Path:
     return path
 
 
-def put(state: dict, field: str, path: str) -> None:
-    """Put a path into a field of a state; the worst of the best checkpoints is the next one to be deleted."""
-    if field in ("kth_best_model_path", "best_k_models"):
-        state["kth_best_model_path"], state["kth_value"] = path, torch.tensor(-1.0)
-        state["best_k_models"] = {path: torch.tensor(-1.0)}
-    else:
-        state[field] = path
-
-
 def put_everywhere(state: dict, path: str) -> None:
-    for field in FIELDS:
-        put(state, field, path)
+    """Put a path into each field of a state; the worst of the best checkpoints is the next one to be deleted."""
+    score = torch.tensor(-1.0)
+    state |= {"best_model_path": path, "last_model_path": path, "kth_best_model_path": path}
+    state |= {"kth_value": score, "best_k_models": {path: score}}
 
 
 def assert_own_paths(saving: list[ModelCheckpoint], folder: Path) -> None:
@@ -133,21 +114,12 @@ def assert_own_paths(saving: list[ModelCheckpoint], folder: Path) -> None:
             assert Path(path).is_file()
 
 
-@pytest.mark.parametrize(
-    ("field", "form"), [*((field, "local://") for field in FIELDS), *(("every field", form) for form in FORMS)]
-)
-def test_fit_from_python(users_folder, stored, tmp_path, field, form):
+@pytest.mark.parametrize("form", FORMS)
+def test_fit_from_python(users_folder, stored, tmp_path, form):
     folder = tmp_path / "run"
     run(folder, 1)
-    path = forms(users_folder, folder)[form]
-
-    def change(state):
-        if field == "every field":
-            put_everywhere(state, path)
-        else:
-            put(state, field, path)
-
-    checkpoint = write_states(folder / "last.ckpt", change)
+    path = path_of(form, users_folder, folder)
+    checkpoint = write_states(folder / "last.ckpt", lambda state: put_everywhere(state, path))
     saving = callbacks(folder)
     with pytest.warns(UserWarning, match=DROPPED):
         run(folder, 3, checkpoint, saving)
@@ -157,12 +129,12 @@ def test_fit_from_python(users_folder, stored, tmp_path, field, form):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
-@pytest.mark.parametrize(("way", "form"), [("--ckpt_path", "local://"), ("--run_folder", "link")])
+@pytest.mark.parametrize(("way", "form"), [("--ckpt_path", "local://{photos}"), ("--run_folder", "{folder}/link/trip")])
 def test_fit_of_the_command_line(users_folder, tmp_path, way, form):
     folder, config = tmp_path / "run", write_example(tmp_path)
     arguments = ["fit", f"--config={config}", *SMALL, *SHORT, "--trainer.max_epochs=3"]
     main([*arguments, f"--run_folder={folder}", "--trainer.max_steps=1"])
-    path = forms(users_folder, folder / "checkpoints")[form]
+    path = path_of(form, users_folder, folder / "checkpoints")
     for checkpoint in (folder / "checkpoints").glob("*.ckpt"):
         write_states(checkpoint, lambda state: put_everywhere(state, path))
     given = f"--run_folder={folder}"
@@ -174,17 +146,16 @@ def test_fit_of_the_command_line(users_folder, tmp_path, way, form):
     assert 2 in [content["global_step"] for content in saved]
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation(users_folder, tmp_path, stage):
+def test_evaluation(users_folder, tmp_path):
     """Evaluation restores the states of callbacks too, and "best" would read what they name."""
     folder = tmp_path / "run"
     run(folder, 1)
-    checkpoint = write_states(folder / "last.ckpt", lambda state: put(state, "best_model_path", "http://a.example/b"))
+    checkpoint = write_states(folder / "last.ckpt", lambda state: put_everywhere(state, "http://a.example/b"))
     evaluating = trainer(callbacks=callbacks(folder)[:1], enable_checkpointing=True)
     with pytest.warns(UserWarning, match=DROPPED):
-        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
+        evaluating.test(module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
     with pytest.raises(ValueError, match="not configured to save the best model"):
-        getattr(evaluating, stage)(module(), datamodule=PointData(), ckpt_path="best", weights_only=True)
+        evaluating.test(module(), datamodule=PointData(), ckpt_path="best", weights_only=True)
 
 
 class Kept(ModelCheckpoint):
@@ -206,11 +177,11 @@ class Kept(ModelCheckpoint):
             trainer.strategy.remove_checkpoint(path)
 
 
-@pytest.mark.parametrize("form", ["file", "local://", "memory://", "drive", "backslashes"])
+@pytest.mark.parametrize("form", ["{photos}/private.txt", "memory://photos"])
 def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     folder = tmp_path / "run"
     run(folder, 1, saving=[Kept(folder, "{step}", every_n_train_steps=1, save_last=True)])
-    path = forms(users_folder, folder)[form]
+    path = path_of(form, users_folder, folder)
     checkpoint = write_states(folder / "last.ckpt", lambda state: state.update(kept=[path], dirpath=path), "Kept")
     saving = Kept(folder, "{step}", every_n_train_steps=1, save_last=True)
     with pytest.warns(UserWarning, match=DROPPED):
@@ -234,7 +205,7 @@ def test_a_module_of_the_users_with_hooks_of_its_own(users_folder, tmp_path):
     run(folder, 1)
     checkpoint = write_states(folder / "last.ckpt", lambda state: put_everywhere(state, f"local://{users_folder}"))
     saving = callbacks(folder)
-    with pytest.warns(UserWarning, match=DROPPED.replace("RetrievalModule", "OwnHooks")):
+    with pytest.warns(UserWarning, match=DROPPED):
         run(folder, 3, checkpoint, saving, OwnHooks(net(), SmoothAPLoss(tau=0.1), optimizer=SGD))
     assert_own_paths(saving, folder)
 
@@ -297,7 +268,7 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
     photos = folder / "photos.ckpt"
     shutil.copytree(users_folder, photos)
     (photos / "checkpoint.json").write_text("{}")  # of another program
-    for path in (photos, *forms(users_folder, folder).values()):
+    for path in (photos, *(path_of(form, users_folder, folder) for form in FORMS)):
         with pytest.warns(UserWarning, match=NOT_DELETED):
             done.strategy.remove_checkpoint(path)
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
@@ -326,7 +297,7 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
 
 
 def without_exchange(monkeypatch):
-    """As on a file system that cannot exchange two names."""
+    """As on a file system that cannot exchange two names, where a kill between two steps may lose something."""
     monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
 
 
@@ -351,43 +322,16 @@ def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, ex
 
 @NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("kind", ["text", "folder", "link"])
-def test_a_file_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch, kind):
-    """Nothing that is called NAME.new, but is no checkpoint, is renamed, replaced or deleted."""
+def test_a_folder_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch):
+    """Also if it is called NAME.new, the name of the new one where names cannot be exchanged."""
     own, path = tmp_path / "last.ckpt.new", tmp_path / "last.ckpt"
-    if kind == "text":
-        own.write_text("the user's")
-    elif kind == "folder":
-        shutil.copytree(users_folder, own)
-    else:
-        torch.save({"epoch": 1}, tmp_path / "elsewhere")
-        own.symlink_to(tmp_path / "elsewhere")
-    before = sorted(tmp_path.rglob("*"))
-    assert not is_checkpoint(path)
-    assert checkpoints.checkpoints_in(tmp_path) == []
-    assert sorted(tmp_path.rglob("*")) == before
+    shutil.copytree(users_folder, own)
     without_exchange(monkeypatch)
     write_sharded_checkpoint(path, {"epoch": 3})
-    if kind == "link":  # to a checkpoint: only the link may go
-        assert torch.load(tmp_path / "elsewhere") == {"epoch": 1}
-        return
-    with pytest.raises(OSError, match=r"^the checkpoint .*last.ckpt cannot be written .*last.ckpt.new"):
+    with pytest.raises(OSError, match="cannot be written"):
         write_checkpoint(path, {"epoch": 4})
     assert read_checkpoint(path) == {"epoch": 3}
-    assert set(before) <= set(tmp_path.rglob("*"))
-
-
-@pytest.mark.parametrize(
-    ("value", "field"),
-    [(3, "best_model_path"), ([], "best_k_models"), ({"x": "y"}, "best_k_models"), (torch.ones(9), "kth_value")],
-)
-@pytest.mark.filterwarnings("ignore:RetrievalModule. the states of callbacks in the checkpoint name paths:UserWarning")
-def test_values_of_another_kind(tmp_path, value, field):
-    run(tmp_path, 1)
-    checkpoint = write_states(tmp_path / "last.ckpt", lambda state: state.update({field: value}))
-    saving = callbacks(tmp_path)
-    run(tmp_path, 3, checkpoint, saving)
-    assert_own_paths(saving, tmp_path)
+    assert (own / "trip" / "private.txt").read_text() == "private, too"
 
 
 def test_an_honest_run_continues_as_before(tmp_path):
@@ -400,33 +344,6 @@ def test_an_honest_run_continues_as_before(tmp_path):
     assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
     assert len(list(tmp_path.glob("best*"))) == 1
     assert before - set(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("mode", "best", "worst"), [("max", "c", "b"), ("min", "b", "c")])
-def test_without_a_foreign_path_the_best_and_the_worst_are_chosen_among_the_others(tmp_path, mode, best, worst):
-    """The foreign path was both, so that neither is known any more. With room for another, none is the worst."""
-    scores = {}
-    for name, score in (("b", 0.2), ("c", 0.7)):
-        path = tmp_path / f"{name}.ckpt"
-        write_checkpoint(path, {"epoch": 1})
-        scores[str(path)] = torch.tensor(score)
-    foreign = str(tmp_path.parent / "foreign.ckpt")
-    for save_top_k in (2, 3):
-        callback = ModelCheckpoint(tmp_path, monitor="val/mAP", mode=mode, save_top_k=save_top_k)
-        state = {**callback.state_dict(), "best_k_models": {**scores, foreign: torch.tensor(0.5)}}
-        state |= {"best_model_path": foreign, "kth_best_model_path": foreign, "kth_value": torch.tensor(0.5)}
-        content = {"callbacks": {callback.state_key: state}, "pytorch-lightning_version": pl.__version__}
-        with pytest.warns(UserWarning, match="the states of callbacks in the checkpoint name paths"):
-            restored = restrict_states(
-                trainer(default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=True), content
-            )
-        restored = restored["callbacks"][callback.state_key]
-        assert restored["best_k_models"] == scores
-        assert restored["best_model_path"] == str(tmp_path / f"{best}.ckpt")
-        assert restored["best_model_score"] == scores[restored["best_model_path"]]
-        expected = str(tmp_path / f"{worst}.ckpt") if save_top_k == 2 else ""
-        assert restored["kth_best_model_path"] == expected
-        assert restored["kth_value"] == scores.get(expected, callback.kth_value)
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -452,9 +369,9 @@ def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
     """Neither a link nor a file takes the place of a folder of the user, even if it has some checkpoint.json."""
     photos = shutil.copytree(users_folder, tmp_path / "last.ckpt")
     (photos / "checkpoint.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: ModelCheckpoint\(save_last='link'\) replaces .*last.ckpt"):
+    with pytest.raises(ValueError, match="save_last='link'"):
         run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
-    with pytest.raises(OSError, match=r"^RetrievalModule: the checkpoint .*last.ckpt cannot be written"):
+    with pytest.raises(OSError, match="cannot be written"):
         run(tmp_path, 1, saving=callbacks(tmp_path)[1:])
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
 
@@ -466,7 +383,7 @@ def test_a_remote_folder_of_the_run(users_folder, stored):
     run(folder, 4, f"{folder}/last.ckpt")
     newest = [path for path in stored.ls("/run", detail=False) if "newest" in path]
     assert newest == ["/run/newest-step=4.ckpt"]
-    for path in (f"{folder}/../photos", f"{folder}/photos::{MEMORY}", MEMORY, f"local://{users_folder}"):
+    for path in (f"{folder}/../photos", f"{folder}/photos::memory://photos", f"local://{users_folder}"):
         with stored.open("/run/last.ckpt", "rb") as file:
             content = torch.load(file, weights_only=True)
         for state in content["callbacks"].values():
@@ -485,85 +402,15 @@ def test_a_link_to_the_last_checkpoint(tmp_path):
     assert (tmp_path / "last.ckpt").is_file()
 
 
-HUGE = torch.zeros(1).expand(10**12)
-STATES = {
-    "a count without end": (("loops", "fit_loop", "epoch_progress", "current", "completed"), 10**30),
-    "a negative count": (("loops", "fit_loop", "epoch_loop.batch_progress", "current", "ready"), -1),
-    "a text": (("loops", "fit_loop", "epoch_loop.state_dict", "_batches_that_stepped"), "many"),
-    "a method": (("loops", "fit_loop", "epoch_progress", "total", "reset"), 1),
-    "no dict of loops": (("loops",), [1]),
-    "no dict of callbacks": (("callbacks",), [1]),
-    "a method of a scheduler": (("lr_schedulers", 0, "get_lr"), 3),
-    "the optimizer of a scheduler": (("lr_schedulers", 0, "optimizer"), {}),
-    "a factor of a scheduler": (("lr_schedulers", 0, "gamma"), 10**400),
-    "a learning rate": (("optimizer_states", 0, "param_groups", 0, "lr"), "x"),
-    "epochs of a scheduler": (("lr_schedulers", 0, "last_epoch"), "x"),
-    "time": (("callbacks", "Timer", "time_elapsed", "train"), float("nan")),
-    "patience": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "wait_count"), "x"),
-    "best score": (("callbacks", "EarlyStopping{'monitor': 'train/loss', 'mode': 'min'}", "best_score"), torch.ones(3)),
-    "an optimizer's state": (("optimizer_states", 0, "state", 0, "exp_avg"), torch.ones(3)),
-    "a huge optimizer's state": (
-        ("optimizer_states", 0, "state", 0, "exp_avg"),
-        torch.zeros(1, dtype=torch.int8).expand(10**12),
-    ),
-    "huge weights": (("state_dict", "embedder.0.weight"), HUGE),
-    "something else that is huge": (("callbacks", "Other"), {"a": [HUGE]}),
-    "a list in itself": (("callbacks", "Other"), "itself"),
-}
-
-
-def scheduled(folder: Path, steps: int, checkpoint=None):
-    """A run whose checkpoint has the states of a scheduler, a timer and an early stopping."""
-    saved = [ModelCheckpoint(folder, "last", every_n_train_steps=1, enable_version_counter=False)]
-    saved += [Timer("00:01:00:00"), EarlyStopping("train/loss", check_on_train_epoch_end=True)]
-    module = RetrievalModule(
-        net(),
-        SmoothAPLoss(tau=0.1),
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.1),
-        lr_scheduler=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-    )
-    fitted = trainer(callbacks=saved, enable_checkpointing=True, max_epochs=9, max_steps=steps)
-    fitted.fit(module, datamodule=PointData(), ckpt_path=checkpoint, weights_only=True)
-    return fitted
-
-
-@pytest.fixture(scope="module")
-def of_a_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scheduled")
-    scheduled(folder, 1)
-    return folder / "last.ckpt"
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_states_that_no_run_has(tmp_path, of_a_run, case):
-    """An error names the checkpoint before training begins, and before memory is taken."""
-    keys, value = STATES[case]
-    content = torch.load(of_a_run, weights_only=True)
-    place = content
-    for key in keys[:-1]:
-        place = place[key]
-    if value == "itself":
-        value = []
-        value.append(value)
-    place[keys[-1]] = value
+def test_an_optimizer_state_of_another_shape(tmp_path):
+    """Fused updates would write beyond the state."""
+    adam = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=functools.partial(torch.optim.AdamW, lr=0.1))
+    run(tmp_path, 1, trained=adam)
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    content["optimizer_states"][0]["state"][0]["exp_avg"] = torch.ones(3)
     torch.save(content, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: (a|the) (checkpoint|state 'exp_avg' of the optimizer)"):
-        scheduled(tmp_path, 2, tmp_path / "last.ckpt")
-
-
-def test_states_of_a_run(tmp_path):
-    """The same run continues from its own checkpoint."""
-    scheduled(tmp_path, 2)
-    assert scheduled(tmp_path, 5, tmp_path / "last.ckpt").global_step == 5
-
-
-def test_huge_tensors_of_a_checkpoint_that_is_rebuilt(tmp_path, of_a_run):
-    content = torch.load(of_a_run, weights_only=True)
-    torch.save({**content, "state_dict": {**content["state_dict"], "more": HUGE}}, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: .* has a tensor of the shape \(1000000000000,\)"):
-        RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
-    with pytest.raises(ValueError, match=r"^RetrievalModule: the checkpoint has a tensor of the shape"):
-        restored_network(torch.load(tmp_path / "last.ckpt", weights_only=True))
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*exp_avg"):
+        run(tmp_path, 2, tmp_path / "last.ckpt", trained=adam)
 
 
 def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_run, monkeypatch):
@@ -574,8 +421,7 @@ def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_r
     run(tmp_path / "run", 1, saving=[ModelCheckpoint(tmp_path / "run", **saving)])
     private = tmp_path / "private.ckpt"
     torch.save({"private": "words of the user"}, private)
-    change = functools.partial(put, field="best_model_path", path=str(private))
-    checkpoint = write_states(tmp_path / "run" / "last.ckpt", change)
+    checkpoint = write_states(tmp_path / "run" / "last.ckpt", lambda state: state.update(best_model_path=str(private)))
     logger = RetrievalWandbLogger(save_dir=tmp_path / "logged", offline=True)
     resumed = [ModelCheckpoint(tmp_path / "run", **saving)]
     run(tmp_path / "run", 3, checkpoint, resumed, logger=logger)
@@ -584,12 +430,3 @@ def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_r
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
     assert any(path.suffix == ".wandb" for path in written)
     assert not [path for path in written if b"words of the user" in path.read_bytes()]
-
-
-def test_a_fifo_in_place_of_a_checkpoint(tmp_path):
-    """Neither way of reading a checkpoint waits for somebody who writes into it."""
-    os.mkfifo(tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
-        RetrievalModule.load_from_checkpoint(tmp_path / "last.ckpt", embedder=net())
-    with pytest.raises(ValueError, match=r"^RetrievalModule: .*last.ckpt must be a regular file, got a FIFO"):
-        run(tmp_path / "run", 1, tmp_path / "last.ckpt")
