@@ -1,8 +1,7 @@
-"""Pairs: classes matched by name, batches of two sides, their shards and seeds, preparation, evaluation and errors."""
+"""Pairs: classes matched by name, batches of two sides, their shards and seeds, preparation and evaluation."""
 
 import csv
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SharedTags, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, Pairs
-from lightning_retrieval.datamodules.image_index import DISTRACTOR
-from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.datamodules import ImageIndex, ImageSet, ImageTable, Pairs, PairSampler
 from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.models import Preparation, TextEmbedder
-from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
@@ -33,6 +29,9 @@ from tests.quiet_trainer import quiet_trainer
 SKETCHES = {"train": ("ant", "bee", "cat", "fox"), "test": ("dog", "eel", "owl")}
 PHOTOS = {"train": ("bee", "cat", "ape", "ant"), "test": ("eel", "cow", "dog")}
 SIZES = {"sketches": 12, "photos": 16}
+SIDES = ("queries", "candidates")
+
+pytestmark = pytest.mark.filterwarnings("ignore:PairSampler. skipped")
 
 
 def write_side(folder, classes, images, rows=("image", "label", "split"), more=lambda number: ()):
@@ -63,35 +62,41 @@ def of_side(root, name, **settings):
     return ImageTable(root / name, "table.csv", **{"image_size": SIZES[name], **settings})
 
 
+def pairs_of(root, sketches=(), photos=(), kind=Pairs, **settings):
+    sides = of_side(root, "sketches", **dict(sketches)), of_side(root, "photos", **dict(photos))
+    return kind(*sides, **{"classes_per_batch": 2, "samples_per_class": 2, "seed": 3, **settings})
+
+
 @pytest.fixture
 def make(root):
     def create(sketches=(), photos=(), **settings):
-        sides = of_side(root, "sketches", **dict(sketches)), of_side(root, "photos", **dict(photos))
-        return Pairs(*sides, **{"classes_per_batch": 2, "samples_per_class": 2, "seed": 3, **settings})
+        return pairs_of(root, sketches, photos, **settings)
 
     return create
 
 
-def class_of(dataset, index):
-    """The class in the path of an image."""
-    return dataset.index.paths[index].partition("/")[0]
+def whole_batch(pairs):
+    """All items of a set of both sides in one batch."""
+    return pairs.collate([pairs[index] for index in range(len(pairs))])
+
+
+def classes_of(paths):
+    return [path.partition("/")[0] for path in paths]
 
 
 # --- labels
 
 
-@pytest.mark.parametrize("split", ["train_set", "val_set"])
+@pytest.mark.parametrize("split", ["train_set", "test_set"])
 def test_labels_are_equal_where_the_classes_have_the_same_name(make, split):
-    pairs = getattr(make(), split)
-    sides = [pairs.sides[side] for side in ("queries", "candidates")]
+    data = make()
+    batch = whole_batch(getattr(data, split))
     names, labels = [], []
-    for side in sides:
-        for index, item in enumerate(side.items(range(len(side.dataset)))):
-            names.append(class_of(side.dataset, index))
-            labels.append(item["labels"].item())
-    assert labels == pairs.labels.tolist()
-    assert len(names) == len(pairs) == 8 + 12 if split == "train_set" else 6 + 9
-    for name, label in zip(names, labels):
+    for side in SIDES:
+        names += classes_of(getattr(data.modules[side], split).index.paths)
+        labels += batch[side]["labels"].tolist()
+    assert labels == getattr(data, split).labels.tolist()
+    for name, label in zip(names, labels, strict=True):
         assert [other == label for other in labels] == [other == name for other in names]
 
 
@@ -101,13 +106,11 @@ def test_training_batches_hold_the_same_classes_on_both_sides(make):
         batches = list(data.train_dataloader())
     assert len(batches) == 3  # nine photos in shared classes, four in a batch
     for batch in batches:
-        queries, candidates = batch["queries"], batch["candidates"]
-        assert queries["images"].shape[1:] == (3, 12, 12)
-        assert candidates["images"].shape[1:] == (3, 16, 16)
         names = {}
-        for side, part, count in (("queries", queries, 3), ("candidates", candidates, 2)):
-            dataset = data.train_set.sides[side].dataset
-            names[side] = [class_of(dataset, index) for index in part["ids"].tolist()][::count]
+        for side, size, count in (("queries", 12, 3), ("candidates", 16, 2)):
+            part, paths = batch[side], data.modules[side].train_set.index.paths
+            assert part["images"].shape[1:] == (3, size, size)
+            names[side] = classes_of(paths[image] for image in part["ids"].tolist())[::count]
             assert part["labels"].tolist()[::count] == part["labels"].unique_consecutive().tolist()
         assert names["queries"] == names["candidates"]
 
@@ -118,41 +121,26 @@ def indexed(labels, root=Path(), **settings):
     return ImageSet(ImageIndex(paths[: len(labels)], labels, **settings), root / "photos", TINY)
 
 
-def test_numbers_are_used_as_they_are_if_no_side_has_names():
+def test_numbers_are_used_as_they_are_if_no_side_has_names(root):
     assert PairSet(Points(0, 8), Points(1, 4)).labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
-
-
-def test_names_of_one_side_only_raise():
-    with pytest.raises(ValueError, match=r"^Pairs: the classes must have names on both .* of the candidates only;"):
-        PairSet(Points(0), indexed([0], names=["cat"]))
-    tags = {"tags": [[0]], "names": ["cat"]}
-    with pytest.raises(ValueError, match=r"^Pairs: the tags must have names .* of the queries only; give"):
-        PairSet(indexed([0], **tags, tag_names=["red"]), indexed([0], **tags))
+    levels = {"levels": [[0, 5], [1, 5]]}
+    by_number = whole_batch(PairSet(indexed([0, 1], root, **levels), indexed([0, 1], root, **levels)))
+    assert by_number["candidates"]["labels"].tolist() == [[0, 5], [1, 5]]
 
 
 def test_distractors_are_relevant_to_nothing_on_the_other_side():
-    queries = indexed([0, DISTRACTOR], names=["cat"])
-    candidates = indexed([DISTRACTOR, 0], names=["cat"])
+    queries = indexed([0, -1], names=["cat"])
+    candidates = indexed([-1, 0], names=["cat"])
     of_cat, no_class, other_without, other_cat = PairSet(queries, candidates).labels.tolist()
     assert of_cat == other_cat
     assert len({of_cat, no_class, other_without}) == 3
 
 
-def test_labels_of_several_levels_are_matched_by_number_only(root):
-    levels = {"levels": [[0, 5], [1, 5]]}
-    by_number = PairSet(indexed([0, 1], root, **levels), indexed([0, 1], root, **levels))
-    assert [item["labels"].tolist() for item in by_number.sides["candidates"].items([0, 1])] == [[0, 5], [1, 5]]
-    by_name = PairSet(indexed([0, 1], root, **levels, names=["cat", "dog"]), indexed([0], root, names=["dog"]))
-    with pytest.raises(ValueError, match=r"^Pairs: classes that are matched by name must have one level, got 2 levels"):
-        list(by_name.sides["queries"].items([0]))
-
-
 def test_tags_are_matched_by_name_and_have_one_number_of_columns(root):
     queries = indexed([0, 0], root, names=["cat"], tags=[[0, -1], [1, 0]], tag_names=["red", "wool"])
     candidates = indexed([0], root, names=["cat"], tags=[[2, 0, 1]], tag_names=["wool", "blue", "red"])
-    sides = PairSet(queries, candidates).sides
-    red, wool = (item["tags"].tolist() for item in sides["queries"].items([0, 1]))
-    (of_candidate,) = (item["tags"].tolist() for item in sides["candidates"].items([0]))
+    batch = whole_batch(PairSet(queries, candidates))
+    (red, wool), (of_candidate,) = batch["queries"]["tags"].tolist(), batch["candidates"]["tags"].tolist()
     assert red[1:] == [-1, -1]
     assert wool[1:] == [red[0], -1]
     assert of_candidate[:2] == [red[0], wool[0]]
@@ -161,18 +149,11 @@ def test_tags_are_matched_by_name_and_have_one_number_of_columns(root):
 
 def test_cameras_count_only_on_both_sides_and_each_item_is_an_instance_if_the_other_side_has_instances(root):
     videos = indexed([0, 0], root, names=["cat"], instances=[5, 5], cameras=[1, 1])
-    stills = indexed([0, 0], root, names=["cat"])
-    sides = PairSet(stills, videos).sides
-    assert [item["instances"].item() for item in sides["queries"].items([0, 1])] == [0, 1]
-    assert [item["instances"].item() for item in sides["candidates"].items([0, 1])] == [5, 5]
-    assert not any("cameras" in item for item in sides["candidates"].items([0, 1]))
-    videos.on_error, videos.root = "skip", Path("missing")
-    with pytest.warns(UserWarning, match="skipped"):
-        (skipped,) = sides["candidates"].items([SeededIndex(0, seed=1)])
-    assert skipped.keys() == {"skipped"}
-    videos.root = root / "photos"
-    both = PairSet(videos, indexed([0], root, names=["cat"], cameras=[7])).sides
-    assert [next(both[side].items([0]))["cameras"].item() for side in both] == [1, 7]
+    batch = whole_batch(PairSet(indexed([0, 0], root, names=["cat"]), videos))
+    assert [batch[side]["instances"].tolist() for side in SIDES] == [[0, 1], [5, 5]]
+    assert "cameras" not in batch["candidates"]
+    both = whole_batch(PairSet(videos, indexed([0], root, names=["cat"], cameras=[7])))
+    assert [both[side]["cameras"].tolist() for side in SIDES] == [[1, 1], [7]]
 
 
 # --- evaluation
@@ -188,28 +169,31 @@ class Sides(RetrievalModule):
         super().__init__(embedder, SmoothAPLoss(tau=0.1), **settings)
 
 
-def mean_ap(queries, query_labels, gallery, gallery_labels):
+def mean_ap(queries, gallery, relevant):
     scores = normalize(queries.double()) @ normalize(gallery.double()).T
-    relevant = query_labels[:, None] == gallery_labels
     values = [average_precision_score(r, s) for r, s in zip(relevant, scores) if r.any()]
     return sum(values) / len(values)
 
 
-def expected_metrics(data, module, unreadable=()):
-    """mAP of both directions, of each image embedded by itself."""
+def rows_of_sides(data, module, unreadable=()):
+    """Embeddings and labels of the readable images of each side, each image embedded by itself."""
     rows = {}
-    for name, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
-        side = data.test_set.sides[name]
-        paths = side.dataset.index.paths
-        readable = [i for i in range(len(paths)) if (name, paths[i]) not in unreadable]
-        found = list(side.items(readable))
+    for side, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
+        dataset = data.modules[side].test_set
+        labels = data.test_set.labels[: len(dataset)] if side == "queries" else data.test_set.labels[-len(dataset) :]
+        readable = [i for i, path in enumerate(dataset.index.paths) if (side, path) not in unreadable]
         with torch.no_grad():
-            embedded = [embed(item["images"][None]) for item in found]
-        rows[name] = torch.cat(embedded), torch.stack([item["labels"] for item in found])
-    return {
-        "val/mAP": mean_ap(*rows["queries"], *rows["candidates"]),
-        "val/reverse/mAP": mean_ap(*rows["candidates"], *rows["queries"]),
-    }
+            embedded = [embed(dataset[i]["images"][None]) for i in readable]
+        rows[side] = torch.cat(embedded), labels[readable]
+    return rows
+
+
+def expected_metrics(data, module, unreadable=()):
+    """mAP of both directions."""
+    (queries, of_queries), (candidates, of_candidates) = rows_of_sides(data, module, unreadable).values()
+    relevant = of_queries[:, None] == of_candidates
+    found = {"val/mAP": mean_ap(queries, candidates, relevant)}
+    return {**found, "val/reverse/mAP": mean_ap(candidates, queries, relevant.T)}
 
 
 def validate(module, data, **settings):
@@ -227,17 +211,6 @@ def test_both_directions_are_evaluated(make, workers):
         assert found[name] == pytest.approx(value, abs=1e-6)
     assert found["val/mAP"] != found["val/reverse/mAP"]
     assert (found["val/skipped_queries"], found["val/reverse/skipped_queries"]) == (2, 3)  # owls, and cows
-
-
-def results_of_rank(rank, world, root):
-    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2, eval_batch_size=2)
-    return validate(Sides(), data, devices=world, strategy="ddp")
-
-
-def test_two_processes_find_the_same_metrics(root, make, run_processes):
-    alone = validate(Sides(), make())
-    for found in run_processes(results_of_rank, 2, root, backend=None):
-        assert found == pytest.approx(alone, abs=1e-12)
 
 
 def test_an_unreadable_image_is_neither_query_nor_candidate(root, make, tmp_path):
@@ -259,52 +232,37 @@ def test_tags_of_both_sides_are_compared(tmp_path):
     for name, of_rows in tags.items():
         classes = {"test": ("ant", "bee"), "train": ("cat",)}
         write_side(tmp_path / name, classes, 2, ["image", "label", "split", "tags"], lambda i, t=of_rows: [t[i % 4]])
-    module = Sides(relevance=SharedTags())
-    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
-    found = validate(module.eval(), data)
-    rows = []
-    for name, embed in (("queries", module.embed_queries), ("candidates", module.embed)):
-        side = data.test_set.sides[name]
-        with torch.no_grad():
-            rows.append(normalize(embed(torch.stack([item["images"] for item in side.items(range(4))])).double()))
+    module = Sides(relevance=SharedTags()).eval()
+    data = pairs_of(tmp_path, classes_per_batch=1)
+    found = validate(module, data)
+    (queries, _), (candidates, _) = rows_of_sides(data, module.eval()).values()
     of_rows = [[set(row.split(";")) for row in tags[name]] for name in ("sketches", "photos")]
     relevant = torch.tensor([[bool(query & image) for image in of_rows[1]] for query in of_rows[0]])
-    values = [average_precision_score(r, s) for r, s in zip(relevant, rows[0] @ rows[1].T)]
-    assert found["val/mAP"] == pytest.approx(sum(values) / 4, abs=1e-6)
-
-
-def test_tags_without_classes_cannot_be_drawn(tmp_path):
-    for name in ("sketches", "photos"):
-        (tmp_path / name).mkdir()
-        rows = [f"{number}.png,red,{split}" for number, split in enumerate(["train", "test"] * 2)]
-        (tmp_path / name / "table.csv").write_text("\n".join(["image,tags,split", *rows]))
-    data = Pairs(of_side(tmp_path, "sketches"), of_side(tmp_path, "photos"), classes_per_batch=1)
-    with pytest.raises(ValueError, match=r"^Pairs: training batches are drawn by class, got queries with tags and"):
-        data.train_dataloader()
+    assert found["val/mAP"] == pytest.approx(mean_ap(queries, candidates, relevant), abs=1e-6)
 
 
 def fitted(root, folder, **settings):
     """A run of three epochs, whose checkpoint is that of the best mAP of the other direction."""
-    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2, samples_per_class=2, seed=3)
     saving = ModelCheckpoint(folder, "best", monitor="val/reverse/mAP", mode="max")
     evaluation = RetrievalEvaluation(ks=(1,), before_fit=True)
     own = {"max_epochs": 3, "logger": CSVLogger(folder), "enable_checkpointing": True, "log_every_n_steps": 1}
     trainer = quiet_trainer(callbacks=[evaluation, saving], **own, **settings)
     module = Sides(directions="both")
-    trainer.fit(module, data)
+    trainer.fit(module, pairs_of(root))
     return evaluation.results, evaluation.best, saving.best_model_score.item(), module
 
 
-def fit_of_rank(rank, world, root, folder):
-    return fitted(root, folder, devices=world, strategy="ddp")[:3]
+def run_of_rank(rank, world, root, folder):
+    """An evaluation, and a fit, in several processes."""
+    several = {"devices": world, "strategy": "ddp"}
+    found = validate(Sides(), pairs_of(root, eval_batch_size=2), **several)
+    return found, *fitted(root, folder, **several)[:2]
 
 
-@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
-def test_a_fit_monitors_either_direction_and_is_the_same_on_two_processes(root, tmp_path, run_processes):
+def test_a_fit_monitors_either_direction_and_is_the_same_on_two_processes(root, make, tmp_path, run_processes):
     results, best, score, module = fitted(root, tmp_path / "alone")
     assert score == pytest.approx(best["val/reverse/mAP"])
-    data = Pairs(of_side(root, "sketches"), of_side(root, "photos"), classes_per_batch=2)
-    for name, value in expected_metrics(data, module.eval()).items():
+    for name, value in expected_metrics(make(), module.eval()).items():
         assert results["val"][name] == pytest.approx(value, abs=1e-6)
     assert results["untrained"]["test/reverse/mAP"] != results["val"]["val/reverse/mAP"]
     assert results["untrained"].keys() == {name.replace("val/", "test/") for name in results["val"]}
@@ -312,38 +270,30 @@ def test_a_fit_monitors_either_direction_and_is_the_same_on_two_processes(root, 
     kept = torch.load(tmp_path / "alone" / "best.ckpt", weights_only=True)
     assert kept["query_preparation"]["preparation"]["image_size"] == 12
     assert kept["preparation"]["preparation"]["image_size"] == 16
-    for of_rank in run_processes(fit_of_rank, 2, root, tmp_path / "two", backend=None):
-        assert of_rank[0]["val"] == pytest.approx(results["val"], abs=1e-5)
-        assert of_rank[1] == pytest.approx(best, abs=1e-5)
+    evaluated = validate(Sides(), make())
+    for of_rank in run_processes(run_of_rank, 2, root, tmp_path / "two", backend=None):
+        assert of_rank[0] == pytest.approx(evaluated, abs=1e-12)
+        assert of_rank[1]["val"] == pytest.approx(results["val"], abs=1e-5)
+        assert of_rank[2] == pytest.approx(best, abs=1e-5)
 
 
 def test_several_sets_are_paired_by_name_or_with_the_single_set_of_the_other_side(tmp_path, root):
     named = {"train": SKETCHES["train"], "easy": ("dog", "eel"), "hard": ("owl", "yak")}
     for folder in ("sketches", "photos"):
         write_side(tmp_path / folder, named, 2)
-    several = [of_side(tmp_path, name) for name in ("sketches", "photos")]
-    data = Pairs(*several, classes_per_batch=2)
     quiet = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
     results = {}
-    for found in quiet.test(Sides(), datamodule=data, verbose=False):
+    for found in quiet.test(Sides(), datamodule=pairs_of(tmp_path), verbose=False):
         results |= found
     assert {"test/easy/mAP", "test/easy/reverse/mAP", "test/hard/reverse/mAP"} <= results.keys()
-    against_one = Pairs(several[0], of_side(root, "photos"), classes_per_batch=2).test_set
+    against_one = Pairs(of_side(tmp_path, "sketches"), of_side(root, "photos"), classes_per_batch=2).test_set
     assert {name: len(pairs) for name, pairs in against_one.items()} == {"easy": 4 + 9, "hard": 4 + 9}
-    write_side(tmp_path / "other", {**named, "best": ("hen",)}, 2)
-    other = ImageTable(tmp_path / "other", "table.csv")
-    with pytest.raises(ValueError, match=r"^Pairs: the evaluation sets .* `test_set` with easy, hard of the queries"):
-        _ = Pairs(several[0], other, classes_per_batch=2).test_set
 
 
 def test_loaders_of_two_sides_need_no_pairs(make):
     """Batches of tuples, with both sides or one of them; without ids, rows are known by their number."""
-    module, sides = Sides().eval(), make().test_set.sides.values()
-    columns = []
-    for side in sides:
-        found = list(side.items(range(len(side.dataset))))
-        columns.append([torch.stack([item[name] for item in found]) for name in ("images", "labels")])
-    (images, labels), (candidates, of_candidates) = columns
+    module, whole = Sides().eval(), whole_batch(make().test_set)
+    (images, labels), (candidates, of_candidates) = [(whole[side]["images"], whole[side]["labels"]) for side in SIDES]
     mixed = {"queries": (images[:4], labels[:4]), "candidates": (candidates[:1], of_candidates[:1])}
     batches = [mixed, {"queries": (images[4:], labels[4:])}, {"candidates": (candidates[1:], of_candidates[1:])}]
     trainer = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
@@ -381,8 +331,8 @@ class Recorder(pl.LightningModule):
 
 def recorded(root, checkpoint=None, *, workers=0, **settings):
     """The batches of two epochs, which are augmented at random."""
-    sides = [of_side(root, name, transform="smooth_ap") for name in ("sketches", "photos")]
-    data = Pairs(*sides, classes_per_batch=3, samples_per_class=1, num_workers=workers, seed=3)
+    at_random = {"transform": "smooth_ap"}
+    data = pairs_of(root, at_random, at_random, classes_per_batch=3, samples_per_class=1, num_workers=workers)
     module = Recorder()
     trainer = quiet_trainer(**{"max_epochs": 2, "limit_val_batches": 0, **settings})
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -399,7 +349,6 @@ def batches_of_rank(rank, world, root):
     return recorded(root, devices=world, strategy="ddp")
 
 
-@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
 def test_batches_depend_neither_on_workers_nor_on_processes_nor_on_a_restart(root, tmp_path, run_processes):
     alone = recorded(root)
     assert len(alone) == 2 * 3
@@ -414,76 +363,57 @@ def test_batches_depend_neither_on_workers_nor_on_processes_nor_on_a_restart(roo
     assert recorded(root, tmp_path / "a.ckpt") == alone[4:]
 
 
-@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
 def test_a_run_continues_only_with_the_images_of_both_sides(root, tmp_path):
     for name in ("sketches", "photos"):
         shutil.copytree(root / name, tmp_path / name)
     recorded(tmp_path, **saved_after_step(4, tmp_path))
     table = tmp_path / "sketches" / "table.csv"
     table.write_text(table.read_text().replace("ant/0.png,ant", "ant/0.png,bee"))
-    with pytest.raises(ValueError, match=r"^Pairs: a run must continue with the training images .* as many, 20, with"):
+    with pytest.raises(ValueError, match=r"^Pairs: .* must continue with the training images"):
         recorded(tmp_path, tmp_path / "a.ckpt")
 
 
-class Sampled:
-    """What `check_first_batch` of a loader says of the labels and ids of one side."""
+class WrongLabels(Pairs):
+    """Draws batches by labels that are not those of the images of one side."""
 
-    def __init__(self, data):
-        self.loader = data.train_dataloader()
-        self.batch = next(iter(self.loader))
+    wrong = "queries"
 
-    def __call__(self, side, labels=slice(None), ids=slice(None)):
-        part = self.batch[side]
-        self.loader.check_first_batch(part["labels"][labels], part["ids"][ids], side=side)
-
-
-@pytest.mark.filterwarnings("ignore:PairSampler. skipped")
-@pytest.mark.parametrize("side", ["queries", "candidates"])
-def test_the_first_batch_is_compared_with_what_was_drawn_for_each_side(make, side):
-    check = Sampled(make(queries_per_class=2))
-    order = torch.tensor([1, 2, 3, 0])
-    check(side)
-    check(side, order, order)  # the rows may come in another order
-    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` must be made with the labels"):
-        check(side, order)
+    def train_sampler(self):
+        labels = dict(
+            zip(SIDES, self.train_set.labels.split([len(self.queries.train_set), len(self.candidates.train_set)]))
+        )
+        labels[self.wrong] = labels[self.wrong].roll(1)
+        return PairSampler(*labels.values(), classes_per_batch=2, queries_per_class=2, samples_per_class=2)
 
 
-def test_a_batch_needs_a_row_of_each_side_for_each_process(make, monkeypatch):
-    monkeypatch.setattr("lightning_retrieval.datamodules.loader.world_size", lambda: 3)
-    with (
-        pytest.warns(UserWarning, match="skipped 2 of 5 classes"),
-        pytest.raises(
-            ValueError, match=r"^RetrievalDataLoader: a batch must .* got 2 queries for 3 processes; enlarge"
-        ),
-    ):
-        next(iter(make().train_dataloader()))
+@pytest.mark.refusal
+@pytest.mark.parametrize("side", SIDES)
+def test_labels_of_a_side_that_are_not_those_of_the_sampler_raise_before_the_first_step(root, side, monkeypatch):
+    monkeypatch.setattr(WrongLabels, "wrong", side)
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: `batch_sampler` "):
+        trainer.fit(Sides(), datamodule=pairs_of(root, kind=WrongLabels))
+    assert trainer.global_step == 0
 
 
 # --- preparation
 
 
-def test_each_side_is_prepared_for_its_own_network_and_both_preparations_are_recorded(make, tmp_path):
+def test_each_side_is_prepared_for_its_own_network_and_both_preparations_are_recorded(make):
     module, data = Sides(), make({"mean": (0.1,) * 3}, {"mean": (0.9,) * 3})
+    networks = {"queries": module.query_embedder, "candidates": module.embedder}
+    seen = {}
+    for side, network in networks.items():
+        network.register_forward_pre_hook(lambda _, inputs, side=side: seen.update({side: inputs[0]}))
     module.embedder.preparation = Preparation(99, interpolation="nearest")
     module.query_embedder.preparation = Preparation(77, background="black")
-    seen = {}
-    trainer = quiet_trainer(callbacks=[RetrievalEvaluation(ks=(1,))])
-
-    def see(name, embed, images, whiten=True):
-        assert images.dtype == torch.float32  # normalised on the device
-        seen[name] = images
-        return embed(images, whiten)
-
-    module.embed_queries = partial(see, "queries", module.embed_queries)
-    module.embed = partial(see, "candidates", module.embed)
-    trainer.validate(module, datamodule=data, verbose=False)
-    for name, side in data.test_set.sides.items():
-        expected = side.collate(list(side.items(range(len(side.dataset)))))["images"]
-        assert torch.allclose(seen[name][-len(expected) :], expected[-len(seen[name]) :], atol=1e-6)
+    validate(module, data)
+    for side in SIDES:
+        dataset = data.modules[side].test_set
+        expected = torch.stack([dataset[i]["images"] for i in range(len(dataset))])
+        assert torch.allclose(seen[side], expected, atol=1e-6)  # normalised on the device
     assert (data.queries.preparation.background, data.candidates.preparation.background) == ("black", "white")
-    record_preparation(module)
-    assert module.query_preparation == data.queries.serialised_preparation
-    assert module.preparation == data.candidates.serialised_preparation != module.query_preparation
+    assert (data.queries.preparation.image_size, data.candidates.preparation.image_size) == (12, 16)
 
 
 class Shared(RetrievalModule):
@@ -523,12 +453,10 @@ def test_images_of_both_sides_are_embedded_at_all_scales_and_tokens_at_one():
     assert not torch.allclose(with_images.embed(images), with_images(images))
 
 
-def test_the_preparation_of_queries_is_kept_in_checkpoints_and_used_again(make, root, tmp_path):
+def test_the_preparation_of_queries_is_kept_in_checkpoints_and_used_again(root, tmp_path):
     recorded_at, other = Preparation(12, mean=(0.3,) * 3), Preparation(16, mean=(0.6,) * 3)
     module = Sides()
     module.query_preparation, module.preparation = map(serialise_transform, (recorded_at, other))
-    images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
-    assert torch.equal(module.embed_queries(images), module.embed_queries(recorded_at.normalize(images)))
     trainer = quiet_trainer(max_epochs=0)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -538,49 +466,20 @@ def test_the_preparation_of_queries_is_kept_in_checkpoints_and_used_again(make, 
     validate(loaded, data)
     assert data.queries.preparation == recorded_at
     assert data.candidates.preparation == other
-    with pytest.raises(ValueError, match=r"^ImageTable: images must be prepared as the model was evaluated, with .*12"):
-        quiet_trainer().predict(loaded, datamodule=make({"image_size": 16}, {"mean": (0.6,) * 3}))
 
 
-# --- errors
-
-
-@pytest.mark.refusal
-def test_invalid_sides_raise_one_sentence(make):
-    data = make()
-    photos = data.candidates
-    with pytest.raises(ValueError, match=r"^Pairs: `queries` and `candidates` .* got one ImageTable for both"):
-        Pairs(photos, photos)
-    with pytest.raises(TypeError, match=r"^Pairs: `queries` must be a data module of one side, .* got Pairs\."):
-        Pairs(data, photos)
-    with pytest.raises(TypeError, match=r"^Pairs: `candidates` must be .* got str\."):
-        Pairs(photos, "photos")
+# --- other
 
 
 def test_arguments_of_a_side_that_have_no_effect_are_named(make):
-    with pytest.warns(UserWarning, match="^Pairs: `num_workers`, `sampler` of the data module of `queries` have no"):
+    with pytest.warns(UserWarning, match="^Pairs: `num_workers`, `sampler` of the data module of `queries` "):
         make({"num_workers": 2, "sampler": "all_classes"})
 
 
-def test_a_class_in_training_on_one_side_and_in_evaluation_on_the_other_raises(tmp_path):
-    names = [f"class {number}" for number in range(8)]
-    for folder in ("sketches", "photos"):
-        (tmp_path / folder).mkdir()
-        chosen = names[: 6 if folder == "photos" else 8]  # so that other classes are drawn for the test
-        for name in chosen:
-            write_image(tmp_path / folder / name / "0.png")
-            write_image(tmp_path / folder / name / "1.png", seed=1)
-    data = Pairs(ImageFolder(tmp_path / "sketches"), ImageFolder(tmp_path / "photos"), classes_per_batch=2)
-    with pytest.raises(ValueError, match=r"^Pairs: a class must be in training on both .* such as 'class \d';"):
-        data.setup("fit")
-
-
-def test_the_check_reports_both_sides(make):
-    report = make().check()
-    assert {name: counts[0] for name, counts in report.splits.items()} == {
+def test_the_check_counts_both_sides(make):
+    assert {name: counts[0] for name, counts in make().check().splits.items()} == {
         "queries/train": (8, 4),
         "queries/test": (6, 3),
         "candidates/train": (12, 4),
         "candidates/test": (9, 3),
     }
-    assert all(note.startswith(("queries: ", "candidates: ")) for note in report.notes)
