@@ -16,6 +16,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_metric_learning.losses import MultiSimilarityLoss
 from sklearn.metrics import average_precision_score
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,11 +33,8 @@ from lightning_retrieval import (
     Updates,
     WeightedSum,
 )
-from lightning_retrieval.callbacks import APMonitor, MemoryMonitor, RetrievalEvaluation
+from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
-from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.full_sharding import full_tensor, has_sharded_parameters
-from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
 from tests.quiet_trainer import quiet_trainer
 
@@ -135,6 +133,11 @@ LEARN = [case for case in itertools.product(["queries", "both"], MODES) if case 
 STEPS = [(name, *case) for name in LOSSES for case in LEARN if name == "smooth-ap" or case in (LEARN[0], LEARN[4])]
 
 
+def chunks_of(name):
+    """All of them for one loss; the others show that the loss is told the rows of both sides."""
+    return CHUNKS if name == "smooth-ap" else CHUNKS[-1:]
+
+
 @functools.cache
 def expected(name, directions, mode):
     return plain_run(LOSSES[name](), data_for(name), directions, mode)
@@ -152,7 +155,7 @@ def data_for(name):
 def test_steps_are_those_of_one_graph(name, directions, mode):
     """Whatever the chunks; another direction or memory gives other weights."""
     queries, candidates, values = expected(name, directions, mode)
-    for chunk_size, keep_graphs in CHUNKS:
+    for chunk_size, keep_graphs in chunks_of(name):
         log = Log()
         module = module_of(LOSSES[name](), directions, mode, chunk_size=chunk_size, keep_graphs=keep_graphs)
         fit(module, data_for(name), callbacks=[log])
@@ -164,59 +167,17 @@ def test_steps_are_those_of_one_graph(name, directions, mode):
             assert not torch.allclose(expected(name, *other)[0][0].weight, queries[0].weight, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_in_float32(seed):
-    """From the same weights, they differ by rounding, in the norm of each parameter."""
-    torch.manual_seed(seed)
-    networks = nn.ModuleList([query_net(), net()]).float()
-    texts, images = torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)
-
-    def loss(q, c):
-        return SmoothAPLoss(tau=0.01)(q, torch.arange(QUERIES) % 4, c, torch.arange(CANDIDATES) % 4)
-
-    loss(networks[0](texts), networks[1](images)).backward()
-    wanted = [parameter.grad for parameter in networks.parameters()]
-    networks.zero_grad()
-    two_sided_backward(EmbeddedSide(networks[0], texts, 3, 0), EmbeddedSide(networks[1], images, 3), loss)
-    for parameter, gradient in zip(networks.parameters(), wanted, strict=True):
-        assert gradient.norm() > 0
-        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
-
-
-def variance(q, c):
-    return (q.float() @ c.float().T).var()
-
-
-@pytest.mark.parametrize("ignored", [0, 1])
-def test_a_side_that_the_loss_ignores_gets_a_gradient_of_zero(ignored):
-    """So that all processes make the same passes, even if the loss of only one of them ignores the side."""
-    networks, inputs = [query_net(), net()], [torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)]
-    sides = [EmbeddedSide(network.float(), of_side, 3) for network, of_side in zip(networks, inputs)]
-    two_sided_backward(*sides, lambda *embeddings: embeddings[1 - ignored].var())
-    assert all(parameter.grad.any() for parameter in networks[1 - ignored].parameters())
-    assert not any(parameter.grad.any() for parameter in networks[ignored].parameters())
-
-
-def scaled_backward(scale, value):
-    (scale * value).backward()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_are_the_same_bit_for_bit_however_many_graphs_are_kept(autocast):
-    """With dropout, in half precision, and with a loss that is scaled."""
-    texts, images = torch.randn(QUERIES, 5), torch.randn(CANDIDATES, 6)
-    networks, found = nn.ModuleList([query_net(0.5), net(0.5)]).float(), {}
-    for kept, scale in itertools.product([(0, 1), (9, 9)], [1, 1024]):
-        torch.manual_seed(5)
-        networks.zero_grad()
-        sides = EmbeddedSide(networks[0], texts, 3, kept[0]), EmbeddedSide(networks[1], images, 3, kept[1])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            two_sided_backward(*sides, variance, functools.partial(scaled_backward, scale))
-        found[kept, scale] = [parameter.grad / scale for parameter in networks.parameters()]
-    (first, *others) = found.values()
-    for other in others:
-        assert all(map(torch.equal, first, other))
-    assert all(gradient.any() for gradient in first)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_are_the_same_bit_for_bit_however_many_graphs_are_kept(precision):
+    """With dropout on both sides."""
+    found = []
+    for keep_graphs in (1, 9):
+        networks = query_net(0.5).float(), net(0.5).float()
+        module = module_of(SmoothAPLoss(), "both", networks=networks, chunk_size=3, keep_graphs=keep_graphs, seed=3)
+        fit(module, pairs(dtype=torch.float32), precision=precision)
+        found.append(module)
+    assert all(map(torch.equal, found[0].parameters(), found[1].parameters()))
+    assert not torch.equal(found[0].embedder[0].weight, net().float()[0].weight)
 
 
 class Graphs(RetrievalModule):
@@ -260,11 +221,9 @@ alive = weakref.WeakSet()
     [
         (None, 1, 2),  # both sides, embedded once
         (4, 1, 1),
-        (4, 3, 3),  # all candidates
-        (4, 4, 4),  # and one of the two chunks of queries
+        (4, 4, 4),  # all candidates, and one of the two chunks of queries
         (4, 9, 5),
         ({"queries": None, "candidates": 4}, 1, 2),
-        ({"queries": 4, "candidates": None}, 1, 1),
     ],
 )
 def test_graphs_alive_at_once(chunk_size, keep_graphs, most):
@@ -303,44 +262,26 @@ def with_norm_and_dropout(make):
     return nn.Sequential(*make(0.5), nn.BatchNorm1d(4)).double()
 
 
-class Calls(RetrievalModule):
-    """Counts the forward passes of each side."""
-
-    calls = 0, 0
-
-    def forward(self, images):
-        self.calls = self.calls[0], self.calls[1] + 1
-        return super().forward(images)
-
-    def forward_queries(self, inputs):
-        self.calls = self.calls[0] + 1, self.calls[1]
-        return self.query_embedder(inputs)
-
-
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("side", ["queries", "candidates"])
-def test_a_frozen_side_is_embedded_once_in_evaluation_mode(side, chunk_size):
+def test_a_frozen_side_is_embedded_in_evaluation_mode(side, chunk_size):
     """So its embeddings stay those of an index; the other side learns as beside constant embeddings."""
-    queries, candidates = query_net(), net()
-    if side == "queries":
-        queries = with_norm_and_dropout(query_net)
-    else:
-        candidates = with_norm_and_dropout(net)
-    frozen, before = (queries, candidates)[side == "candidates"], {}
-    before = copy.deepcopy(frozen.state_dict())
-    plain_queries, plain_candidates = copy.deepcopy(queries), copy.deepcopy(candidates)
-    (plain_queries, plain_candidates)[side == "candidates"].eval().requires_grad_(False)
-    plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=(plain_queries, plain_candidates))
-    sides = TwoNetworks(queries, frozen_side=side, directions="both")
-    module = Calls(candidates, SmoothAPLoss(tau=0.1), sides=sides, chunk_size=chunk_size, optimizer=SGD)
-    fit(module, pairs())
-    assert_same(queries, plain_queries)
-    assert_same(candidates, plain_candidates)
+    networks = {"queries": query_net(), "candidates": net()}
+    torch.manual_seed(9)
+    networks[side] = frozen = nn.Sequential(*networks[side], nn.Dropout(0.5), nn.BatchNorm1d(4)).double()
+    before, plain = copy.deepcopy(frozen.state_dict()), copy.deepcopy(networks)
+    plain[side].eval().requires_grad_(False)
+    plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=plain.values())
+    of_sides = {"frozen_side": side}
+    fit(
+        module_of(SmoothAPLoss(tau=0.1), "both", networks=networks.values(), chunk_size=chunk_size, of_sides=of_sides),
+        pairs(),
+    )
+    for name, network in networks.items():
+        assert_same(network, plain[name])
     assert frozen[-1].training
     for name, value in frozen.state_dict().items():
         assert torch.equal(value, before[name])
-    chunks = {"queries": 3, "candidates": 4}[side] if chunk_size else 1
-    assert module.calls[side == "candidates"] == 3 * chunks
 
 
 @pytest.mark.parametrize(
@@ -387,8 +328,6 @@ def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp
 def test_networks_that_a_checkpoint_cannot_describe_are_given_again(tmp_path):
     module = module_of(SmoothAPLoss(tau=0.1))
     fit(module, pairs()).save_checkpoint(tmp_path / "m.ckpt")
-    with pytest.raises(ValueError, match=r"^RetrievalModule: `sides` .* pass it again: load_from_checkpoint\(.*sides="):
-        RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", embedder=net())
     sides = TwoNetworks(query_net(), directions="both")
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", embedder=net(), sides=sides)
     assert loaded.sides.directions == "both"
@@ -419,102 +358,13 @@ def test_a_frozen_network_with_a_trained_layer_behind_it():
 # --- What raises, and what is logged
 
 
-SAME = net()
-
-
-class NotRanked(nn.Module):
-    """A loss that ranks only the batch."""
-
-    def forward(self, embeddings, labels):
-        return embeddings.sum()
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "settings"),
-    [
-        (ValueError, "`sides` must have another .* got the same", {"embedder": SAME, "sides": TwoNetworks(SAME)}),
-        (TypeError, r"`sides` must be .*TwoSides, got int", {"sides": 3}),
-        (
-            TypeError,
-            r"with two sides the loss must rank references .* NotRanked",
-            {"loss": NotRanked(), "sides": TwoSides(directions="both")},
-        ),
-        (ValueError, r"`chunk_size` must have the keys .* got \{'queries': 3\}", {"chunk_size": {"queries": 3}}),
-        (ValueError, r"`chunk_size\['queries'\]` .* got 0", {"chunk_size": {"queries": 0, "candidates": None}}),
-        (
-            ValueError,
-            r"mode='one_list_detached'\) leaves `embedder` without a gradient",
-            {"sides": TwoNetworks(net()), "memory": CrossBatchMemory(9, mode="one_list_detached")},
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_two_sides(error, sentence, settings):
-    with pytest.raises(error, match=rf"^RetrievalModule: .*{sentence}"):
-        RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "settings"),
-    [
-        (ValueError, r"`query_lr_factor` must be .* > 0, got 0", {"query_lr_factor": 0}),
-        (ValueError, r"`frozen_side` .* got 'both'", {"frozen_side": "both"}),
-        (ValueError, r"`directions` .* got 'reverse'", {"directions": "reverse"}),
-        (TypeError, r"`query_embedder` .* got int", {"query_embedder": 3}),
-    ],
-)
-def test_settings_that_do_not_fit_two_networks(error, sentence, settings):
-    with pytest.raises(error, match=rf"^TwoNetworks: {sentence}"):
-        TwoNetworks(**{"query_embedder": net(), **settings})
-
-
-def one_sided_dict(batch):
-    images, labels, _ = batch["candidates"]
-    return {"images": images, "labels": labels}
-
-
-def with_nan(batch):
+def test_nan_of_one_side_stops_the_run_before_the_weights_change():
+    (batch,) = pairs(1)
     batch["candidates"][0][2] = torch.nan
-    return batch
-
-
-def without_candidates(batch):
-    return {**batch, "candidates": tuple(column[:0] for column in batch["candidates"])}
-
-
-def without_ids(batch):
-    return {**batch, "candidates": batch["candidates"][:2]}
-
-
-BOTH = TwoNetworks(query_net())
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "settings", "change"),
-    [
-        (TypeError, r"a batch for training must be .*, got 3 items", {"sides": BOTH}, lambda b: b["candidates"]),
-        (TypeError, r"must be .*, got a dict with .*images", {"sides": TwoSides(directions="both")}, one_sided_dict),
-        (ValueError, r"must have queries and candidates, got only queries", {}, lambda b: {"queries": b["queries"]}),
-        (TypeError, r"with a batch of queries and candidates .* NotRanked", {"loss": NotRanked()}, lambda batch: batch),
-        (ValueError, r"at least one query and one candidate, got \[\[7, 0\]\]", {"sides": BOTH}, without_candidates),
-        (ValueError, r"NaN or inf in 1 of 10 rows at step 0 .* ids \[2\] of the candidates", {"sides": BOTH}, with_nan),
-        (TypeError, r"`ids` must be given", {"sides": BOTH, "memory": CrossBatchMemory(20)}, without_ids),
-    ],
-)
-def test_batches_that_do_not_fit_raise(error, sentence, settings, change):
-    module = RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
-    with pytest.raises(error, match=sentence):
-        fit(module, [change(pairs(1)[0])])
-    assert torch.equal(module.embedder[0].weight, net()[0].weight)
-
-
-@pytest.mark.refusal
-def test_embeddings_of_different_dimensions_are_not_evaluated():
-    module = RetrievalModule(net(), SmoothAPLoss(), sides=TwoNetworks(nn.Linear(5, 3).double()))
-    with pytest.raises(ValueError, match=r"^RetrievalModule: .* must have the same dimension, got 3 and 4; give both"):
-        module.validation_step(pairs(1)[0], 0)
+    module = module_of(SmoothAPLoss(), "both")
+    with pytest.raises(ValueError, match="of the candidates"):
+        fit(module, [batch])
+    assert_same(module.embedder, net())
 
 
 def test_each_direction_and_its_terms_are_logged():
@@ -540,31 +390,13 @@ def test_each_direction_and_its_terms_are_logged():
     assert float(values["train/loss"]) == pytest.approx((expected["forward"] + expected["reverse"]) / 2)
 
 
-def test_the_report_counts_both_sides(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_the_sizes_of_both_sides_are_logged(tmp_path):
     memory = CrossBatchMemory(50, start_step=9)
     module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
     fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
-    lists = "lists of 10 images and up to 50 of the memory, from step 10 on, and lists of 7 queries for each candidate"
-    batches = "batches of 7 queries and 10 candidates of P = 3 classes"
-    assert f"RetrievalModule: {batches}, {lists}." in caplog.messages
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
     sizes = {"images": 17, "queries": 7, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
     assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
-
-
-class CheckedLoader(DataLoader):
-    """Keeps what it is asked to check."""
-
-    def check_first_batch(self, labels, ids, *, gathered, side):
-        self.__dict__.setdefault("checked", {})[side] = labels.tolist(), ids.tolist(), gathered
-
-
-def test_the_loader_checks_each_side_of_the_first_batch():
-    loader = CheckedLoader(pairs(2), batch_size=None)
-    fit(module_of(SmoothAPLoss()), loader)
-    sides = {side: (labels.tolist(), ids.tolist(), True) for side, (_, labels, ids) in pairs(1)[0].items()}
-    assert loader.checked == sides
 
 
 @pytest.mark.parametrize(
@@ -579,31 +411,18 @@ def test_lists_of_one_label_are_warned_of(side, directions, warns):
     assert len(found) == warns
 
 
-def test_the_monitors_follow_the_first_direction_and_the_candidates():
-    """`train/AP` is the mean over the queries that have a positive, and the probe holds candidates."""
-    monitor = MemoryMonitor(probe=4)
-    module = module_of(SmoothAPLoss(tau=0.1), "both", memory=CrossBatchMemory(50, start_step="auto"))
+def test_the_monitor_follows_the_first_direction():
+    """`train/AP` is the mean over the queries that have a positive."""
+    module = module_of(SmoothAPLoss(tau=0.1), "both")
     (batch,) = pairs(1)
     (texts, text_labels, _), (images, labels, _) = batch["queries"], batch["candidates"]
     with torch.no_grad():
         scores = F.normalize(module.query_embedder(texts)) @ F.normalize(module.embedder(images)).T
     relevant = text_labels[:, None] == labels
     values = [average_precision_score(row, of) for row, of in zip(relevant, scores) if row.any()]
-    callbacks = [RetrievalEvaluation(), APMonitor(), CutProbe(monitor), monitor]
-    with pytest.warns(UserWarning, match="the memory has not begun in 1 steps"):
-        run = fit(module, [batch], callbacks=callbacks)
+    run = fit(module, [batch], callbacks=[RetrievalEvaluation(), APMonitor()])
     assert float(run.callback_metrics["train/AP"]) == pytest.approx(sum(values) / len(values))
     assert 0 < len(values) < QUERIES
-
-
-class CutProbe(pl.Callback):
-    """Compares the probe of a monitor with the candidates of a batch."""
-
-    def __init__(self, monitor):
-        self.monitor = monitor
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        assert torch.equal(self.monitor.state_dict()["images"], batch["candidates"][0][:4])
 
 
 def test_a_run_is_resumed_bit_by_bit(tmp_path):
@@ -700,8 +519,11 @@ class Whole(pl.Callback):
     """Keeps the full weights at the end of a run."""
 
     def on_train_end(self, trainer, module):
-        module.is_sharded = has_sharded_parameters(module.embedder)
-        module.whole = [full_tensor(parameter.detach()).clone() for parameter in module.parameters()]
+        module.is_sharded = any(isinstance(parameter, DTensor) for parameter in module.embedder.parameters())
+        module.whole = []
+        for parameter in module.parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            module.whole.append(full.detach().clone())
 
 
 def message_of(name, world):
@@ -711,18 +533,9 @@ def message_of(name, world):
 
 
 def in_each_process(rank, world):
-    full_sharding.SMALLEST_BLOCK = 10  # so that the small networks have blocks
-    found = {name: run_of(name, world) for name in RUNS}
-    if world > 1:
-        found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
-        found[APART] = run_of(APART, world)
-        found["empty"] = message_of("empty", world)
-    return found
-
-
-@pytest.fixture(scope="module")
-def one(run_processes):
-    return run_processes(in_each_process, 1, backend=None, timeout=200)[0]
+    found = {name: run_of(name, world) for name in [*RUNS, APART]}
+    found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
+    return {**found, "empty": message_of("empty", world)}
 
 
 @pytest.fixture(scope="module")
@@ -731,8 +544,8 @@ def two(run_processes):
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(f"sharded {name}" for name in SHARDED)])
-def test_two_processes_train_as_one(name, one, two):
-    wanted = one[name.removeprefix("sharded ")]
+def test_two_processes_train_as_one(name, two):
+    wanted = run_of(name.removeprefix("sharded "), 1)
     for found in two:
         torch.testing.assert_close(found[name]["weights"], wanted["weights"], rtol=0, atol=1e-12)
         assert found[name]["losses"] == pytest.approx(wanted["losses"], abs=1e-6)
@@ -761,4 +574,4 @@ def test_without_gathering_the_loss_is_the_mean_of_the_processes(two):
 
 def test_a_side_that_is_empty_in_one_process_raises_in_all(two):
     for found in two:
-        assert "at least one query and one candidate, got [[5, 3], [2, 0]] queries and candidates" in found["empty"]
+        assert "at least one query and one candidate" in found["empty"]
