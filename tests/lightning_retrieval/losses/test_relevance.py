@@ -4,21 +4,17 @@ import functools
 
 import pytest
 import torch
-from pytorch_metric_learning.losses import ContrastiveLoss
 
-from lightning_retrieval import GalleryOnly, OtherCamera, SharedTags
+from lightning_retrieval import SharedTags
 from lightning_retrieval.losses import (
     BlackboxRecallLoss,
     CalibrationLoss,
-    HAPLoss,
     NestedLoss,
     ROADMAPLoss,
     SmoothAPLoss,
     WeightedSum,
-    blockwise,
-    lists,
 )
-from lightning_retrieval.losses.batch_loss import ranked_batch
+from tests.lightning_retrieval.blocks import small_blocks
 from tests.lightning_retrieval.losses.oracles import TABLE, is_graded
 from tests.lightning_retrieval.relevance_rules import RULES, masks_by_pairs, random_columns
 
@@ -83,29 +79,27 @@ def assert_same(found, expected):
         assert other.nan_to_num().abs().sum() > 0
 
 
-@BY_RULE
 @pytest.mark.parametrize("name", MAKE)
-def test_every_loss_is_that_of_the_whole_matrices(name, rule):
-    for with_memory in (False, True):
-        case, loss = Case(rule, with_memory), MAKE[name]()
-        assert_same(case.by_rule(loss), case.of_scores(loss))
-
-
-@BY_RULE
-def test_settings_of_a_loss_keep_their_meaning(rule, monkeypatch):
-    """In blocks of a few queries, too; the lists of "gallery only" are empty for some queries."""
-    for settings in ({"reduction": "sum"}, {"reduction": "none"}, {"include_self": True}):
-        for limits in ({}, {"BLOCK_ELEMENTS": 60, "GROUP_ELEMENTS": 120}):
-            for name, elements in limits.items():
-                monkeypatch.setattr(blockwise, name, elements)
-            monkeypatch.setattr(lists, "COUNTED_ELEMENTS", 60 if limits else 1 << 22)
-            case, loss = Case(rule, True, include_self="include_self" in settings), SmoothAPLoss(0.1, **settings)
+def test_every_loss_is_that_of_the_whole_matrices(name):
+    """Tags, which two images share in many ways, and lists that are empty for some queries."""
+    for rule in ("two shared tags", "gallery only"):
+        for with_memory in (False, True):
+            case, loss = Case(rule, with_memory), MAKE[name]()
             assert_same(case.by_rule(loss), case.of_scores(loss))
 
 
 @BY_RULE
-def test_prefixes_of_embeddings(rule):
-    case, inner = Case(rule, True), SmoothAPLoss(0.1)
+def test_every_rule_and_the_settings_of_a_loss(rule):
+    """In blocks of a few queries, too."""
+    for settings in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"include_self": True}):
+        for elements in (60, 1 << 20):
+            case, loss = Case(rule, True, include_self="include_self" in settings), SmoothAPLoss(0.1, **settings)
+            with small_blocks(elements):
+                assert_same(case.by_rule(loss), case.of_scores(loss))
+
+
+def test_prefixes_of_embeddings():
+    case, inner = Case("shared tags", True), SmoothAPLoss(0.1)
     parts = [case.of_scores(inner, dim) for dim in (2, 5)]
     expected = [part + 0.5 * other for part, other in zip(*parts)]
     assert_same(case.by_rule(NestedLoss(inner, (2, 5), weights=(1.0, 0.5))), expected)
@@ -129,42 +123,3 @@ def test_labels_of_every_kind_of_integer_are_columns():
     x, tags = torch.randn(4, 3), torch.tensor([[0, 2], [0, 1], [1, 1], [2, 1]])
     of_bytes = SmoothAPLoss()(x, tags.byte(), relevance=SharedTags())
     assert torch.equal(of_bytes, SmoothAPLoss()(x, tags, relevance=SharedTags()))
-
-
-@pytest.mark.refusal
-def test_losses_that_cannot_follow_a_rule():
-    x, tags = torch.randn(4, 3), torch.tensor([[0], [0], [1], [1]])
-    for error, words, loss in (
-        (TypeError, r"HAPLoss: `relevance` must be None, .* got SharedTags\(at_least=1\); use", HAPLoss()),
-        (
-            ValueError,
-            r"SmoothAPLoss: `class_balanced` .* and SharedTags\(at_least=1\) has no classes; set class_bal",
-            NestedLoss(SmoothAPLoss(class_balanced=True), (3,)),
-        ),
-        (
-            TypeError,
-            r"ContrastiveLoss: a third-party loss gets labels only, .* got SharedTags\(at_least=1\); use",
-            WeightedSum({"pairs": (1.0, ContrastiveLoss())}),
-        ),
-    ):
-        with pytest.raises(error, match=f"^{words}"):
-            loss(x, tags, relevance=SharedTags())
-    with pytest.raises(TypeError, match=r"^SmoothAPLoss: `relevance` must be an instance of Relevance, got 'tags'"):
-        SmoothAPLoss()(x, tags, relevance="tags")
-
-
-@pytest.mark.refusal
-def test_columns_of_a_wrong_form():
-    x, pairs = torch.randn(3, 2), torch.tensor([[0, 1], [0, 2], [1, 1]])
-    for words, rule, columns in (
-        (r"`labels` must be tags >= 0, or -1 in rows with fewer tags, got -2", SharedTags(), pairs - 2),
-        (r"`labels` must be the columns that SharedTags reads, .* for tags, got \(3,\);", SharedTags(), pairs[:, 0]),
-        (r"`labels` .* shape \(rows, 2\) for labels, cameras, got \(3, 1\);", OtherCamera(), pairs[:, :1]),
-        (r"`roles` must be from 0 to 3 .* got 1 to 4", GalleryOnly(), torch.tensor([[0, 1], [0, 4], [1, 2]])),
-    ):
-        with pytest.raises(ValueError, match=f"^SmoothAPLoss: {words}"):
-            SmoothAPLoss()(x, columns, relevance=rule)
-    with pytest.raises(
-        ValueError, match=r"`ref_labels` must have as many columns as `labels`, got \(3, 1\) against \(3, 2\)"
-    ):
-        SmoothAPLoss().of_batch(ranked_batch(x, pairs, x, pairs[:, :1], relevance=SharedTags()))
