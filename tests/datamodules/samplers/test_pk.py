@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.datamodules import PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
 
@@ -71,7 +71,7 @@ def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
 
 
 @pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50]])
-@pytest.mark.parametrize(("P", "K"), [(1, 2), (2, 5), (2, 7)])
+@pytest.mark.parametrize(("P", "K"), [(1, 2), (2, 7)])
 def test_the_contract_holds_over_many_rounds(sizes, P, K):
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
     for epoch in range(5):
@@ -98,10 +98,3 @@ def test_each_class_and_each_image_is_drawn_equally_often():
         images.update(index for batch in batches for index in batch)
     assert max(classes.values()) < 1.25 * min(classes.values())  # 640 each, standard deviation about 40
     assert max(images.values()) < 1.25 * min(images.values())
-
-
-@pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:PKSampler. skipped .* classes in training:UserWarning")
-def test_classes_with_a_single_image_do_not_count_for_p():
-    with pytest.raises(ValueError, match=r"got 3 for 2 such classes \(1 more have a single image\); lower it\."):
-        make([0, 0, 1, 1, 2], P=3)

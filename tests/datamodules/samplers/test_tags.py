@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,24 +92,3 @@ def test_a_tag_that_an_image_has_twice_counts_once_and_padding_may_stand_anywher
     sampler = TagSampler([[5, 5, 7], [-1, 7, -1], [-1, -1, 7]], tags_per_batch=1, samples_per_tag=3)
     assert [sorted(batch) for batch in sampler] == [[0, 1, 2]]
     assert sampler.class_labels.tolist() == [7]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("tags", "numbers", "error", "message"),
-    [
-        (None, (1, 2), TypeError, r"`tags` must be integers .*, got None; provide them, or use PKSampler\."),
-        ([1, 1, 2], (1, 2), ValueError, r"`tags` must have the shape \(images, tags\), got \(3,\)\."),
-        (np.zeros((2, 0), np.int64), (1, 2), ValueError, r"`tags` must have the shape .*, got \(2, 0\)\."),
-        ([[0.5], [0.5]], (1, 2), TypeError, "`tags` must be integers, got float64"),
-        ([[0], [-2]], (1, 2), ValueError, "`tags` must be integers >= 0, or -1 for no tag, got -2"),
-        ([[0], [1], [-1]], (1, 2), ValueError, "`tags` must hold a tag of at least 2 images, got 3 images"),
-        ([[-1], [-1]], (1, 2), ValueError, "`tags` must hold a tag of at least 2 images, got 2 images"),
-        ([[0], [0], [1]], (2, 2), ValueError, r"`tags_per_batch` must .* got 2 for 1 such tags \(1 more .*; lower it"),
-        ([[0], [0], [-1]], (1, 3), ValueError, r"must be at most the number of images .* got 1 \* 3 for 2 images"),
-    ],
-)
-def test_invalid_tags(tags, numbers, error, message):
-    P, K = numbers
-    with pytest.raises(error, match=f"^TagSampler: .*{message}"):
-        TagSampler(tags, tags_per_batch=P, samples_per_tag=K)
