@@ -5,11 +5,18 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
+from lightning_retrieval.models import FrozenEmbedder, TextEmbedder
 from lightning_retrieval.search.commands.embed import embed_images
-from tests.lightning_retrieval.search.commands.glyph_commands import STRANGE_NAME, indexing, save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import (
+    SMALL,
+    STRANGE_NAME,
+    TEXTS,
+    indexing,
+    save_checkpoint,
+)
 
 
 def glyph_name(position):
@@ -71,3 +78,22 @@ def colour(tmp_path_factory):
     embedder.weights = "IMAGENET1K_V1"
     module = RetrievalModule(embedder, SmoothAPLoss()).eval()
     return save_checkpoint(folder / "model.ckpt", module), module
+
+
+@pytest.fixture(scope="session")
+def two_sides(tmp_path_factory):
+    """Images, the checkpoint that indexed them, and checkpoints of queries for its network."""
+    folder = tmp_path_factory.mktemp("two_sides")
+    (folder / "images").mkdir()
+    pictures = np.random.default_rng(0).integers(0, 256, (6, 32, 32), dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / "images" / f"{number}.png")
+    torch.manual_seed(0)
+    save_checkpoint(folder / "old.ckpt", RetrievalModule(Embedder(**SMALL), SmoothAPLoss()))
+    save_checkpoint(folder / "other.ckpt", RetrievalModule(Embedder(**SMALL), SmoothAPLoss()))
+    for name, network in (("texts", TextEmbedder(**TEXTS)), ("images", Embedder("glyph_net", 16))):
+        frozen = FrozenEmbedder(checkpoint=str(folder / "old.ckpt"))
+        save_checkpoint(folder / f"{name}.ckpt", RetrievalModule(frozen, SmoothAPLoss(), sides=TwoNetworks(network)))
+    indexing_old = [f"--checkpoint={folder / 'old.ckpt'}", f"--images={folder / 'images'}"]
+    main(["index", *indexing_old, f"--output={folder / 'index'}", "--device=cpu"])
+    return folder

@@ -7,6 +7,8 @@ import pytorch_lightning as pl
 from lightning_retrieval.cli.main import main
 
 STRANGE_NAME = "<script>alert('&\"')<\\script>.png"  # a name that a page must not run
+TEXTS = {"backbone": "ngram_net", "embedding_dim": 16, "backbone_args": {"buckets": 500, "dim": 8}}
+SMALL = {"backbone": "glyph_net", "embedding_dim": 16, "backbone_args": {"width": 8}}
 
 
 def save_checkpoint(path, module):
