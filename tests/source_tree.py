@@ -49,14 +49,3 @@ def imported_names(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-
-
-def called_name(call):
-    """The last part of the name that a call names: `f` of `f(...)` and of `a.b.f(...)`."""
-    return getattr(call.func, "attr", getattr(call.func, "id", None))
-
-
-def lines_that_call(tree, name):
-    """Line numbers of the calls of a function or a method of this name."""
-    calls = [node for node in nodes(tree) if isinstance(node, ast.Call)]
-    return [call.lineno for call in calls if called_name(call) == name]

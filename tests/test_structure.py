@@ -1,24 +1,17 @@
-"""Imports point one way, and some things occur nowhere in the library: read from the source, which is not run."""
+"""Imports point one way, and functions are short: read from the source, which is not run."""
 
 import ast
 import functools
 import graphlib
+import io
 import json
 import subprocess
 import sys
+import tokenize
 
 import pytest
 
-from tests.source_tree import (
-    PACKAGES,
-    called_name,
-    import_statements,
-    imported_names,
-    lines_that_call,
-    module_name,
-    nodes,
-    syntax_trees,
-)
+from tests.source_tree import PACKAGES, REPOSITORY, import_statements, imported_names, module_name, nodes, syntax_trees
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
@@ -58,38 +51,18 @@ LAZY = {
     "transformers",
     "wandb",
 }
-# These may have a parameter `owner`, the prefix of error messages: the checks that constructors call for each of their
-# arguments, the context around an optional import, and the errors themselves. Everywhere else, what the user calls
-# names itself once (`owned_by`).
-MAY_TAKE_AN_OWNER = {"arguments", "checks", "invalid", "optional_packages"}
-# Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
-MAY_IMPORT_LIGHTNING = {
-    "lightning_retrieval/loading.py",
-    "lightning_retrieval/preparation/of_run.py",
-    "lightning_retrieval/training/step.py",
-    "lightning_retrieval/training/checkpointed_module.py",
-    "lightning_retrieval/training/manual_training.py",
-    "lightning_retrieval/training/restored_states.py",
-    "lightning_retrieval/training/run_report.py",
-    "lightning_retrieval/training/trainer_checks.py",
-    "lightning_retrieval/search/commands/adapt.py",
-    "lightning_retrieval/search/commands/embed.py",
-    "lightning_retrieval/search/embedding_writer.py",
-    "lightning_retrieval/search/report/callback.py",
-    "lightning_retrieval/cli/fit.py",
-}
-MAY_IMPORT_BY_NAME = {
-    "lightning_retrieval/backend.py",  # imports Lightning from the package that the program uses
-    "lightning_retrieval/lazy_names.py",  # imports each public name when it is first used
-    "lightning_retrieval/cli/main.py",  # finds the commands that use a trained model
-    "lightning_retrieval/plain_data/rules.py",  # rebuilds a class from the path that a file holds
-}
+LIGHTNING = {"pytorch_lightning", "lightning", "lightning_fabric"}
+OF_POSIX = {"fcntl", "grp", "pwd", "resource", "termios"}  # modules that Windows lacks
+LONGEST_FUNCTION = 40  # lines of its body that are neither blank nor comment nor docstring
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+TREES = syntax_trees(*PACKAGES)
 
 
 @functools.cache
 def modules():
     """{name of each module of the library: syntax tree}."""
-    return {module_name(path): tree for path, tree in syntax_trees(*PACKAGES).items()}
+    return {module_name(path): tree for path, tree in TREES.items()}
 
 
 def library_imports(tree, statements=import_statements):
@@ -112,24 +85,6 @@ def layer_of(package):
     return number
 
 
-def upward_imports(imports):
-    """Imports of a module of a higher layer, given {module: modules that it imports}."""
-    found = []
-    for module, imported in imports.items():
-        layer = layer_of(package_of(module))
-        found += [f"{module} imports {other}" for other in sorted(imported) if layer_of(package_of(other)) > layer]
-    return found
-
-
-def package_graph(imports):
-    """{package: other packages that it imports}, given {module: modules that it imports}."""
-    graph = {}
-    for module, imported in imports.items():
-        package = package_of(module)
-        graph.setdefault(package, set()).update({package_of(other) for other in imported} - {package})
-    return graph
-
-
 def at_import_time(tree):
     """Import statements that run when the module is loaded: not in functions, not for the type checker only."""
     pending, found = list(tree.body), []
@@ -138,30 +93,24 @@ def at_import_time(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found.append(node)
         for_type_checker = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not for_type_checker:
+        if not isinstance(node, FUNCTIONS) and not for_type_checker:
             pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
     return found
 
 
-def top_levels(node):
-    """The top-level packages that an import statement imports from."""
-    return {name.split(".")[0] for name in imported_names(node)}
-
-
-def imports_from(top_level_names, trees, statements=import_statements):
-    """Locations of imports of these top-level packages."""
-    found = []
-    for path, tree in trees.items():
-        found += [f"{path}:{node.lineno}" for node in statements(tree) if top_levels(node) & top_level_names]
+def users_of(top_level_names, statements=import_statements):
+    """Files that import from these top-level packages."""
+    found = set()
+    for path, tree in TREES.items():
+        names = {name.split(".")[0] for node in statements(tree) for name in imported_names(node)}
+        if names & top_level_names:
+            found.add(path)
     return found
 
 
 @pytest.fixture(scope="module")
 def imports():
-    """{module: modules of the library that it imports}, without the root.
-
-    The root only gathers the public names of all packages. Nothing in the library may import from it.
-    """
+    """{module: modules of the library that it imports}, without the root, which only gathers the public names."""
     found = {name: library_imports(tree) - {name} for name, tree in modules().items()}
     del found["lightning_retrieval"]
     # The table of lazy names, which imports nothing by itself, has the callbacks of the search product.
@@ -169,69 +118,42 @@ def imports():
     return found
 
 
-def test_nothing_in_the_library_imports_from_its_root(imports):
-    assert not [module for module, imported in imports.items() if "lightning_retrieval" in imported]
+@pytest.fixture(scope="module")
+def graph(imports):
+    """{package: other packages that it imports}."""
+    found = {}
+    for module, imported in imports.items():
+        package = package_of(module)
+        found.setdefault(package, set()).update({package_of(other) for other in imported} - {package})
+    return found
 
 
-def test_every_package_has_a_layer():
-    packages = {package_of(module) for module in modules()} - {""}
-    assert packages == set().union(*LAYERS)
+def test_no_module_imports_from_a_higher_layer(graph):
+    assert set(graph) == set().union(*LAYERS)
+    upward = []
+    for package, imported in graph.items():
+        upward += [f"{package} imports {other}" for other in imported if layer_of(other) > layer_of(package)]
+    assert not upward
 
 
-def test_no_module_imports_from_a_higher_layer(imports):
-    assert not upward_imports(imports)
-
-
-def test_callbacks_and_datamodules_do_not_import_each_other(imports):
-    graph = package_graph(imports)
+def test_packages_that_know_nothing_of_each_other(graph):
     assert "datamodules" not in graph["callbacks"]
-    assert "callbacks" not in graph["datamodules"]
+    assert not graph["datamodules"] & {"callbacks", "training"}
+    assert {package for package in graph if "search" in graph[package]} <= {"cli"}
 
 
-def test_data_modules_know_neither_training_nor_a_network(imports):
-    known = set()
-    for module, imported in imports.items():
-        if package_of(module) == "datamodules":
-            known |= imported
-    assert "training" not in {package_of(module) for module in known}
-    of_models = {module for module in known if package_of(module) == "models"}
-    assert of_models == {"lightning_retrieval.models.sides", "lightning_retrieval.models.tokenizers"}
-
-
-def test_nothing_outside_of_search_imports_it(imports):
-    """Training and evaluation know nothing of what happens after them, except in tables of lazy names."""
-    users = set()
-    for module, imported in imports.items():
-        if package_of(module) != "search" and "search" in {package_of(other) for other in imported}:
-            users.add(module)
-    assert not users
-
-
-def test_neither_modules_nor_packages_import_in_a_circle(imports):
-    for graph in (imports, package_graph(imports)):
-        order = list(graphlib.TopologicalSorter(graph).static_order())
-        assert set(order) == set(graph)
-
-
-def test_only_the_named_modules_of_the_core_import_lightning():
-    core = {path: tree for path, tree in syntax_trees(*PACKAGES).items() if path.startswith("lightning_retrieval/")}
-    users = {path for path, tree in core.items() if "lightning_retrieval.backend" in library_imports(tree)}
-    assert users == MAY_IMPORT_LIGHTNING
+def test_neither_modules_nor_packages_import_in_a_circle(imports, graph):
+    for each in (imports, graph):
+        order = list(graphlib.TopologicalSorter(each).static_order())
+        assert set(order) == set(each)
 
 
 def test_only_one_module_decides_between_the_packages_of_lightning():
-    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, syntax_trees(*PACKAGES))
-    assert {location.split(":")[0] for location in locations} == {"lightning_retrieval/backend.py"}
-
-
-def test_only_the_named_modules_import_by_name():
-    found = {path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "import_module")}
-    assert found == MAY_IMPORT_BY_NAME
-    assert not [path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "__import__")]
+    assert users_of(LIGHTNING) == {"lightning_retrieval/backend.py"}
 
 
 def test_heavy_packages_are_imported_where_they_are_needed():
-    assert not imports_from(LAZY, syntax_trees(*PACKAGES), at_import_time)
+    assert not users_of(LAZY | OF_POSIX, at_import_time)
 
 
 # What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it can.
@@ -253,13 +175,13 @@ def test_importing_the_core_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout))
     assert "lightning_retrieval" in loaded
-    assert not loaded & (LAZY | {"pytorch_lightning", "lightning"})
+    assert not loaded & (LAZY | LIGHTNING)
 
 
 def test_image_files_are_opened_in_one_place():
     """Pillow starts programs for some formats, so only `open_image`, which names the formats, opens files."""
     opened = set()
-    for path, tree in syntax_trees(*PACKAGES).items():
+    for path, tree in TREES.items():
         calls = [ast.unparse(node.func) for node in nodes(tree) if isinstance(node, ast.Call)]
         if "Image.open" in calls or "PIL.Image.open" in calls:
             opened.add(path)
@@ -279,52 +201,28 @@ def changes_of_files(tree):
 
 def test_files_are_renamed_and_deleted_in_one_module():
     """It waits for programs that have them open, as Windows asks for."""
-    changing = {path for path, tree in syntax_trees(*PACKAGES).items() if changes_of_files(tree)}
-    assert changing == {"lightning_retrieval/files.py"}
+    assert {path for path, tree in TREES.items() if changes_of_files(tree)} == {"lightning_retrieval/files.py"}
 
 
-def test_modules_that_windows_lacks_are_imported_where_they_are_used():
-    """So the commands, the examples, the benchmarks and all other tests of a file run without them."""
-    lacking = {"fcntl", "grp", "pwd", "resource", "termios"}
-    found = []
-    for path, tree in syntax_trees(*PACKAGES, "tests", "benchmarks", "examples").items():
-        for node in tree.body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and lacking.intersection(imported_names(node)):
-                found.append(path)
-    assert not found
+def code_lines(source, tree):
+    """The numbers of the lines that are neither blank nor comment nor docstring."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in nodes(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
 
 
-def test_the_library_moves_no_tensor_to_a_device_of_its_choice():
-    assert not [path for path, tree in syntax_trees(*PACKAGES).items() if lines_that_call(tree, "cuda")]
-
-
-def test_the_tests_use_the_result_of_every_comparison():
-    dropped = []
-    for path, tree in syntax_trees("tests").items():
-        statements = [node.value for node in nodes(tree) if isinstance(node, ast.Expr)]
-        calls = [node for node in statements if isinstance(node, ast.Call)]
-        names = ("allclose", "array_equal", "equal", "isclose")
-        dropped += [f"{path}:{call.lineno}" for call in calls if called_name(call) in names]
-    assert not dropped
-
-
-def names_an_owner(node):
-    """Whether a function has a parameter `owner`, or is called so, as a property is; or a class has such a field."""
-    if isinstance(node, ast.FunctionDef):
-        arguments = node.args
-        names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        return "owner" in names | {node.name}
-    if isinstance(node, ast.ClassDef):
-        fields = [getattr(line.target, "id", "") for line in node.body if isinstance(line, ast.AnnAssign)]
-        return "owner" in fields
-    return False
-
-
-def test_only_the_checks_take_an_owner():
-    """Everything else below a public function raises errors without one, and the public function adds its name."""
-    found = set()
-    for path, tree in syntax_trees(*PACKAGES).items():
-        if module_name(path).removeprefix("lightning_retrieval.") in MAY_TAKE_AN_OWNER:
-            continue
-        found |= {f"{path}: {node.name}" for node in nodes(tree) if names_an_owner(node)}
-    assert found == set()
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_are_short(package):
+    long = []
+    for path, tree in syntax_trees(package).items():
+        lines = code_lines((REPOSITORY / path).read_text(encoding="utf-8"), tree)
+        for function in [node for node in nodes(tree) if isinstance(node, FUNCTIONS)]:
+            body = lines.intersection(range(function.body[0].lineno, function.end_lineno + 1))
+            if len(body) > LONGEST_FUNCTION:
+                long.append(f"{path}:{function.lineno} has {len(body)} lines")
+    assert not long
