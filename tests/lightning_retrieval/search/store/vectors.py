@@ -1,20 +1,17 @@
 """Random vectors, their exact ranking by NumPy, indexes of them, and the memory that they take."""
 
+import functools
 import pickle
 import re
 import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.search.store import rows as rows_module
-from lightning_retrieval.search.store.milvus_connection import MilvusConnection
 
 ROWS, DIM = 600, 16
-FACTORIES = ["Flat", "IVF4,Flat", "IVF4,PQ4x4", "HNSW8", "SQ8", "PCA8,IVF4,SQ8", "IVF4,PQ4x4,RFlat"]
 
 
 def vectors(rows=ROWS, dim=DIM, seed=0):
@@ -30,22 +27,16 @@ def exact(gallery, queries, k):
     return np.take_along_axis(scores, positions, 1), positions
 
 
-PICKLED = {}  # indexes that `built` has made, by their settings
-
-
 def built(factory="Flat", rows=ROWS, **settings):
-    """A copy of `newly_built` with these settings, which trains each index once."""
-    key = repr((factory, rows, settings, rows_module.BLOCK))
-    if key not in PICKLED:
-        PICKLED[key] = pickle.dumps(newly_built(factory, rows, **settings))
-    return pickle.loads(PICKLED[key])
+    """An index of these vectors with descending ids and non-ASCII paths; each is trained only once."""
+    return pickle.loads(_pickled(factory, rows, **settings))
 
 
-def newly_built(factory="Flat", rows=ROWS, **settings):
-    """An index of these vectors with descending ids and non-ASCII paths."""
+@functools.cache
+def _pickled(factory, rows, **settings):
     index = RetrievalIndex(DIM, factory, **settings)
     index.add(vectors(rows), ids=1000 - torch.arange(rows), paths=[f"é/{i}.jpg" for i in range(rows)])
-    return index
+    return pickle.dumps(index)
 
 
 def memory(field):
@@ -87,11 +78,3 @@ def search_while_edited(index, edits):
             thread.join()
     assert len(searches) >= edits / 10, "the searches must run between the edits"
     return wrong
-
-
-def error_of_milvus(rank, world_size, uri):
-    """The error for a collection that does not exist; of a process in which only the library imports pymilvus."""
-    connection = MilvusConnection(uri, may_create=True)
-    with pytest.raises(OSError) as raised:  # noqa: PT011 - its message is returned
-        connection.call("describe_collection", "gone")
-    return str(raised.value)

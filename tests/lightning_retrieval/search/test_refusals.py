@@ -1,0 +1,181 @@
+"""Invalid arguments of the index, of its conditions, of Milvus, of folders of embeddings and of exported programs."""
+
+import functools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_retrieval import MilvusStore, RetrievalIndex
+from lightning_retrieval.callbacks import EmbeddingWriter
+from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, Unreachable
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.export.program import EmbeddingProgram, export_program
+from tests.refusals import refusal_test
+
+TWO = torch.eye(2, 4)
+NAN = TWO.index_fill(0, torch.tensor([1]), torch.nan)
+COLUMNS = {"brand": ["a", "b", "c", "d"], "stock": [1, 2, 3, 4]}
+GLYPHS = Preparation.named("glyphs")
+
+
+@functools.cache
+def pickled():
+    index = RetrievalIndex(4)
+    index.add(torch.eye(4), torch.arange(5, 9), list("abcd"), columns=COLUMNS)
+    return pickle.dumps(index)
+
+
+def index():
+    """Four rows with the ids 5 to 8."""
+    return pickle.loads(pickled())
+
+
+def add(*arguments, **settings):
+    RetrievalIndex(4).add(*arguments, **settings)
+
+
+def add_columns(**columns):
+    RetrievalIndex(4).add(TWO, columns=columns)
+
+
+def search(where):
+    index().search(TWO, 1, where=where)
+
+
+def product_quantiser():
+    made = RetrievalIndex(4, "PQ2x4")
+    made.add(torch.randn(200, 4), columns={"stock": list(range(200))})
+    return made
+
+
+@pytest.fixture
+def store(tmp_path):
+    pytest.importorskip("milvus_lite")
+    made = MilvusStore.create(str(tmp_path / "a.db"), "birds", 4, columns={"brand": "text"})
+    made.add(torch.eye(4), columns={"brand": COLUMNS["brand"]})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """The path of a store that another process has opened."""
+    import fcntl
+
+    pytest.importorskip("milvus_lite")
+    MilvusStore.create(str(tmp_path / "a.db"), "birds", 4).close()
+    with (tmp_path / "a.db" / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield str(tmp_path / "a.db")
+
+
+class DependsOnData(nn.Module):
+    def forward(self, images):
+        if images.mean() > 0:
+            return images.flatten(1)
+        return -images.flatten(1)
+
+
+TABLE = {
+    "RetrievalIndex": [
+        (lambda: RetrievalIndex(0), InvalidValue, "dim"),
+        (lambda: RetrievalIndex(4, "Flatt"), InvalidValue, "factory"),
+        (lambda: RetrievalIndex(4, "IDMap,Flat"), InvalidValue, "factory"),
+        (lambda: RetrievalIndex(4, "HNSW8,PQ2"), InvalidValue, "factory", "Euclidean distances"),
+        (lambda: RetrievalIndex(4, parameters="nprobe=3"), InvalidValue, "parameters"),
+        (lambda: RetrievalIndex(4, "IVF4,Flat", parameters="nprobe=0"), InvalidValue, "parameters"),
+        (lambda: RetrievalIndex(4, "HNSW8", parameters="efSearch=1.5"), InvalidValue, "parameters"),
+        (lambda: RetrievalIndex(4, shards=0), InvalidValue, "shards"),
+        (lambda: RetrievalIndex(4, about={"model": nn.Identity()}), InvalidType, "about", ""),
+        (lambda: RetrievalIndex(4, "PQ2x4").set_parameters("ht=9"), InvalidValue, "parameters"),
+        (lambda: RetrievalIndex(4, "IVF100,Flat").add(TWO), InvalidValue, "factory", ""),
+        (lambda: add(torch.eye(2, 8)), InvalidValue, "embeddings"),
+        (lambda: add(TWO.long()), InvalidType, "embeddings"),
+        (lambda: add(NAN, torch.tensor([3, 7])), InvalidValue, "embeddings", "1 of 2 rows: id 7"),
+        (lambda: add(NAN.numpy(), None, ["a", "b"]), InvalidValue, "embeddings", "id 1 'b'"),
+        (lambda: add(TWO, torch.tensor([1, 1])), InvalidValue, "ids"),
+        (lambda: add(TWO, torch.tensor([1, -1])), InvalidValue, "ids"),
+        (lambda: add(TWO, torch.tensor([1])), InvalidValue, "ids"),
+        (lambda: add(TWO, np.array([1.0, 2.0])), InvalidType, "ids"),
+        (lambda: add(TWO, np.array(["1", "2"])), InvalidType, "ids"),
+        (lambda: add(TWO, None, ["a"]), InvalidValue, "paths"),
+        (lambda: add(TWO, None, ["a", 1]), InvalidType, "paths"),
+        (lambda: add_columns(**{"a b": [1, 2]}), InvalidValue, "columns"),
+        (lambda: add_columns(**{"class": [1, 2]}), InvalidValue, "columns"),
+        (lambda: add_columns(a=[1]), InvalidValue, "columns"),
+        (lambda: add_columns(a=[1, "x"]), InvalidType, "columns"),
+        (lambda: add_columns(a=[True, False]), InvalidType, "columns"),
+        (lambda: add_columns(a=[1.0, float("nan")]), InvalidValue, "columns"),
+        (lambda: add_columns(a=[1, 2**53 + 1]), InvalidValue, "columns"),
+        (lambda: index().add(TWO, columns={"brand": ["a", "b"]}), InvalidValue, "columns"),
+        (lambda: index().add(TWO, torch.tensor([1, 5]), columns=COLUMNS), InvalidValue, "ids"),
+        (lambda: index().remove(torch.tensor([5, 3])), InvalidValue, "ids"),
+        (lambda: index().paths(torch.tensor([4])), InvalidValue, "ids"),
+        (lambda: index().embeddings(torch.tensor([4])), InvalidValue, "ids"),
+        (lambda: index().search(TWO, 0), InvalidValue, "k"),
+        (lambda: index().search(TWO, 1.5), InvalidType, "k"),
+        (lambda: index().search(TWO, 5), InvalidValue, "k"),
+        (lambda: index().search(torch.eye(2, 8), 1), InvalidValue, "queries"),
+        (lambda: index().search(np.zeros(4, int), 1), InvalidType, "queries"),
+        (lambda: index().search(NAN, 1), InvalidValue, "queries"),
+        (lambda: search("brand = 'a'"), InvalidValue, "where"),
+        (lambda: search("brand == 7"), InvalidValue, "where"),
+        (lambda: search("stock == 'x'"), InvalidValue, "where"),
+        (lambda: search("stock == True"), InvalidValue, "where"),
+        (lambda: search("stock < 1e999"), InvalidValue, "where"),
+        (lambda: search("stock in []"), InvalidValue, "where"),
+        (lambda: search("0 < stock < 7"), InvalidValue, "where"),
+        (lambda: search("colour == 'red'"), InvalidValue, "where"),
+        (lambda: search("__import__('os').system('touch run')"), InvalidValue, "where"),
+        (lambda: product_quantiser().search(torch.ones(1, 4), 1, where="stock > 0"), InvalidValue, ""),
+        (lambda: index().search(TWO, 1, group_by="price"), InvalidValue, "group_by"),
+        (lambda: index().search_with_metadata(TWO, index().request(2), ["price"]), InvalidValue, "columns"),
+        (lambda: index().search_with_metadata(TWO, index().request(2), "brand"), InvalidType, "columns"),
+        (lambda: RetrievalIndex.load("gone"), MissingFile, ""),
+    ],
+    "MilvusStore": [
+        (lambda: MilvusStore("photos.index", "birds"), InvalidValue, "uri"),
+        (lambda: MilvusStore("gone.db", "birds"), MissingFile, "uri"),
+        (lambda locked: MilvusStore(locked, "birds"), Unreachable, "uri"),
+        (lambda: MilvusStore("http://root:secret@127.0.0.1:9", "birds"), Unreachable, "uri", "http://...@127.0.0.1:9"),
+        (lambda store: MilvusStore(store.uri, "cats"), MissingFile, "name"),
+        (lambda: MilvusStore.create("no/a.db", "birds", 4), MissingFile, "uri"),
+        (lambda: MilvusStore.create("a.db", "a b", 4), InvalidValue, "name"),
+        (lambda: MilvusStore.create("a.db", "birds", 1), InvalidValue, "dim"),
+        (lambda: MilvusStore.create("a.db", "birds", 4, "Flatt"), InvalidValue, "factory"),
+        (lambda: MilvusStore.create("a.db", "birds", 4, "SCANN"), InvalidValue, "factory"),
+        (lambda: MilvusStore.create("a.db", "birds", 4, "HNSW,M=0"), InvalidValue, "factory"),
+        (lambda: MilvusStore.create("a.db", "birds", 4, columns={"brand": "object"}), InvalidValue, "columns"),
+        (lambda store: store.set_parameters("ef=-1"), InvalidValue, "parameters"),
+        (lambda store: store.add(TWO * 0, columns={"brand": ["a", "b"]}), InvalidValue, "embeddings"),
+        (lambda store: store.add(TWO), InvalidValue, "columns"),
+        (lambda store: store.add(TWO, torch.tensor([3, 9]), columns={"brand": ["a", "b"]}), InvalidValue, "ids"),
+        (lambda store: store.add(TWO, None, ["a", "\udcff"], columns={"brand": ["a", "b"]}), InvalidValue, "paths"),
+        (lambda store: store.add(TWO, None, ["a", "b" * 65_536], columns={"brand": ["a", "b"]}), InvalidValue, "paths"),
+        (lambda store: store.add(TWO, columns={"brand": ["a", "\udce9"]}), InvalidValue, "columns"),
+        (lambda store: store.search(TWO, 5), InvalidValue, "k"),
+        (lambda store: store.search(TWO * 0, 1), InvalidValue, "queries"),
+        (lambda store: store.search(TWO, 1, where="price > 0"), InvalidValue, "where"),
+        (lambda store: store.remove(torch.tensor([0, 7])), InvalidValue, "ids"),
+    ],
+    "EmbeddingWriter": [
+        (lambda: EmbeddingWriter("e", file_format="csv"), InvalidValue, "file_format"),
+        (lambda: EmbeddingWriter("e", shard_size=0), InvalidValue, "shard_size"),
+        (lambda: EmbeddingWriter("e", dtype="int8"), InvalidValue, "dtype"),
+    ],
+    "EmbeddingProgram": [
+        (lambda: EmbeddingProgram(nn.Identity(), GLYPHS, "int"), InvalidValue, "input_type"),
+    ],
+    "export_program": [
+        (lambda: export_program(EmbeddingProgram(DependsOnData(), GLYPHS, "float")), InvalidValue, ""),
+        (
+            lambda: export_program(EmbeddingProgram(nn.Identity(), Preparation.named("ap_gem"), "float")),
+            InvalidValue,
+            "",
+        ),
+    ],
+}
+test_invalid_arguments_raise = refusal_test(TABLE)
