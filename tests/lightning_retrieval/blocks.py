@@ -24,22 +24,23 @@ EVALUATION = [
     (gathering, "_BLOCK_NUMBERS", 1 << 11),
     (gathering, "_COMPARED_ROWS", 7),
     (expansion, "_BLOCK_ROWS", 64),
-    (expansion, "_BLOCK_NUMBERS", 1200),
     (relevance, "_TABLE_ELEMENTS", 6000),
 ]
 
 
 @contextmanager
-def small_blocks(elements=60, *, queries=64, kept_tiles=4):
+def small_blocks(elements=60, *, numbers=1200, queries=64, kept_tiles=4):
     """Small blocks of losses, metrics and query expansion.
 
     Args:
         elements: elements of a block of a loss, and half of those of a group of blocks.
+        numbers: numbers in a block of query expansion.
         queries: 64 or 256 queries in a block of an evaluation.
         kept_tiles: tiles of a gallery that an evaluation keeps instead of computing them twice.
     """
     sizes = [
         *EVALUATION,
+        (expansion, "_BLOCK_NUMBERS", numbers),
         (blockwise, "BLOCK_ELEMENTS", elements),
         (blockwise, "GROUP_ELEMENTS", 2 * elements),
         (lists, "COUNTED_ELEMENTS", elements),

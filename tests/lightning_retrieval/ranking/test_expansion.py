@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.ranking import expansion, ranked_lists
-from lightning_retrieval.ranking.expansion import highest_columns, nearest_rows
-from lightning_retrieval.ranking.rows import unsharded
+from tests.lightning_retrieval.blocks import small_blocks
 from tests.lightning_retrieval.metrics.helpers import quarters
 from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
@@ -36,9 +34,8 @@ def expanded_by_loops(queries, gallery, alpha, k, self_index):
     gallery = [unit(row) for row in gallery.tolist()]
     expanded = []
     for query, itself in zip([unit(row) for row in queries.tolist()], self_index):
-        scored = sorted(
-            ((sum(a * b for a, b in zip(query, row)), j) for j, row in enumerate(gallery) if j != itself), reverse=True
-        )
+        scored = [(sum(a * b for a, b in zip(query, row)), j) for j, row in enumerate(gallery) if j != itself]
+        scored.sort(key=lambda each: (-each[0], each[1]))  # of equal ones, the first
         total = list(query)
         for score, j in scored[:k]:
             power = score**alpha
@@ -48,11 +45,8 @@ def expanded_by_loops(queries, gallery, alpha, k, self_index):
     return tensor(expanded)
 
 
-@pytest.mark.parametrize(  # 30: more than the gallery has
-    ("alpha", "k", "block"), [(0, 4, 40), (0.5, 30, 1 << 26), (1, 1, 40), (2.0, 4, 1), (3, 30, 1)]
-)
-def test_query_expansion_against_loops(monkeypatch, alpha, k, block):
-    monkeypatch.setattr(expansion, "_BLOCK_NUMBERS", block)
+@pytest.mark.parametrize(("alpha", "k"), [(0, 4), (0.5, 30), (1, 1), (2.0, 4)])  # 30: more than the gallery has
+def test_query_expansion_against_loops(alpha, k):
     queries, gallery = 3 * rows(7, 3), 2 * rows(11, 3, seed=1)
     self_index = [-1, 3, 0, -1, 10, 3, -1]
     expand = QueryExpansion(alpha, k)
@@ -62,6 +56,21 @@ def test_query_expansion_against_loops(monkeypatch, alpha, k, block):
     with_themselves = expand(queries, gallery)
     torch.testing.assert_close(with_themselves, expanded_by_loops(queries, gallery, alpha, k, [-1] * 7))
     assert not torch.allclose(expanded, with_themselves)
+    with small_blocks(numbers=40):
+        torch.testing.assert_close(expand(queries, gallery, torch.tensor(self_index)), expanded)
+
+
+@pytest.mark.parametrize(
+    ("queries", "gallery", "k"), [(70, 900, 1), (70, 900, 20), (70, 900, 500), (3, 2, 2), (0, 5, 5)]
+)
+def test_ties_against_loops_in_several_tiles(queries, gallery, k):
+    """Nearly all similarities are equal to others; 500 are more than a tile has."""
+    q, g = quarters(queries), quarters(gallery)
+    self_index = torch.where(torch.rand(queries) < 0.5, torch.randint(0, gallery, (queries,)), -1)
+    with small_blocks():
+        found = QueryExpansion(alpha=1.0, k=k)(q, g, self_index)
+    expected = expanded_by_loops(q, g, 1.0, k, self_index.tolist())
+    torch.testing.assert_close(found, expected.float().view(found.shape))
 
 
 def test_a_similarity_of_zero_has_weight_zero_unless_alpha_is_zero():
@@ -91,8 +100,7 @@ def test_of_rows_with_equal_similarity_the_first_are_the_neighbours():
 
 
 @pytest.mark.parametrize(("alpha", "k"), [(0.0, 2), (1.5, 2), (2.0, 9)])  # a few rows, or all of them
-def test_the_gradient_is_that_of_finite_differences(monkeypatch, alpha, k):
-    monkeypatch.setattr(expansion, "_BLOCK_ROWS", 2)
+def test_the_gradient_is_that_of_finite_differences(alpha, k):
     queries, gallery = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     self_index = torch.tensor([-1, 4, 0])
     expand = QueryExpansion(alpha=alpha, k=k)
@@ -119,23 +127,6 @@ def test_half_precision_is_converted_to_float32():
     torch.testing.assert_close(expanded, QueryExpansion()(queries.float(), gallery.float()))
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"gallery": rows(5, 4)}, ValueError, r"`gallery` .* got \(5, 4\) of torch.float64 for \(2, 3\) of torch.fl"),
-        ({"gallery": rows(5, 3).float()}, ValueError, "dimension and dtype of `queries`, got .* of torch.float32"),
-        ({"queries": torch.full((2, 3), torch.nan)}, ValueError, "`queries` must hold finite numbers only"),
-        ({"self_index": torch.tensor([0, 5])}, ValueError, "`self_index` must hold .* rows, 0 to 4, or -1, got 0 to 5"),
-        ({"self_index": torch.tensor([-2, 1])}, ValueError, "or -1, got -2 to 1"),
-        ({"self_index": torch.tensor([1.0, 2.0])}, TypeError, "`self_index` must be integers"),
-    ],
-)
-def test_invalid_rows(changes, error, message):
-    with pytest.raises(error, match="^QueryExpansion: .*" + message):
-        QueryExpansion()(**{"queries": rows(2, 3), "gallery": rows(5, 3), **changes})
-
-
 @pytest.mark.gpu
 def test_on_a_device():
     queries, gallery, self_index = rows(5, 6), rows(30, 6, seed=2), torch.tensor([-1, 2, 3, -1, 0])
@@ -144,45 +135,3 @@ def test_on_a_device():
     torch.testing.assert_close(on_device.cpu(), expand(queries, gallery, self_index))
     augment = DatabaseAugmentation()
     torch.testing.assert_close(augment(gallery.to("cuda")).cpu(), augment(gallery))
-
-
-def by_sorting(queries, gallery, k, self_index, self_score):
-    """{query: [(score, column)]}, with exact scores."""
-    found = []
-    for query, itself in zip(queries.tolist(), self_index.tolist()):
-        scores = [sum(a * b for a, b in zip(query, row)) for row in gallery.tolist()]
-        if itself >= 0:
-            scores[itself] = self_score
-        columns = sorted(range(len(scores)), key=lambda column: (-scores[column], column))
-        found.append([(scores[column], column) for column in columns[:k]])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("queries", "gallery", "k", "columns", "self_score", "dtype"),
-    [
-        (70, 900, 1, 384, 0.0, torch.float32),
-        (70, 900, 20, 384, -torch.inf, torch.float64),
-        (70, 900, 500, 384, -torch.inf, torch.float32),
-        (70, 900, 20, 1536, 0.0, torch.float64),
-        (3, 2, 2, 384, 0.0, torch.float32),
-        (0, 5, 5, 384, 0.0, torch.float32),
-    ],
-)
-def test_nearest_rows_against_a_sort_of_all_scores(monkeypatch, queries, gallery, k, columns, self_score, dtype):
-    """In several tiles, in one, and with more neighbours than a tile has. Nearly all scores tie with others."""
-    monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", columns)
-    monkeypatch.setattr(expansion, "_BLOCK_ROWS", 64)
-    q, g = quarters(queries, dtype) / 2, quarters(gallery, dtype) / 2
-    self_index = torch.where(torch.rand(queries) < 0.5, torch.randint(0, gallery, (queries,)), -1)
-    found = nearest_rows(unsharded(q, 100), unsharded(g, 100), k, self_index=self_index, self_score=self_score)
-    assert found.scores.dtype == dtype
-    pairs = [list(zip(*row)) for row in zip(found.scores.tolist(), found.positions.tolist())]
-    assert pairs == by_sorting(q, g, k, self_index, self_score)
-
-
-@pytest.mark.parametrize("k", [120, 400])
-def test_highest_columns_are_the_first_of_equal_ones_in_ascending_order(k):
-    tied = torch.randint(0, 4, (50, 400)).float()
-    expected = [sorted(sorted(range(400), key=lambda c: (-row[c], c))[:k]) for row in tied.tolist()]
-    assert highest_columns(tied, k).tolist() == expected

@@ -10,7 +10,6 @@ from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
-from lightning_retrieval.ranking.rows import float64_device, to_float64
 from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
 
 ROWS = 301  # two blocks of queries, the last one smaller
@@ -62,9 +61,9 @@ def filled(name, device):
     return metrics
 
 
-def sums_of_batch(device):
-    labels = LABELS.to(device)
-    return sums_of_ap(SmoothAPLoss(), ranked_batch(X.to(device), labels, ids=IDS.to(device)))
+def errors_of_a_loss(device):
+    """What `APMonitor` sums over a batch."""
+    return sums_of_ap(SmoothAPLoss(), ranked_batch(X.to(device), LABELS.to(device), ids=IDS.to(device)))
 
 
 def drawn_images(device):
@@ -106,26 +105,6 @@ def test_curves_and_gap():
     assert_equal_everywhere(lambda device: decomposability_gap(filled("roles", device), classes=12, samples=5))
 
 
-@pytest.mark.parametrize("compute", [sums_of_batch, drawn_images, whitened])
+@pytest.mark.parametrize("compute", [errors_of_a_loss, drawn_images, whitened])
 def test_what_else_uses_float64(compute):
     assert_equal_everywhere(compute)
-
-
-def test_other_devices_compute_float64_themselves():
-    for name in ("cpu", "cuda:1", "meta"):
-        assert float64_device(torch.device(name)) == torch.device(name)
-    assert to_float64(torch.tensor([3], device="meta")).device.type == "meta"
-    assert float64_device(DEVICE) == torch.device("cpu")
-
-
-def test_the_pretended_device_has_no_float64():
-    with DeviceWithoutFloat64():
-        x = torch.zeros(3, device=DEVICE)
-        assert (x + 1).device == x.device == DEVICE
-        assert x.cpu().device == torch.device("cpu")
-        with pytest.raises(TypeError, match="no float64"):
-            x.double()
-        with pytest.raises(TypeError, match="no float64"):
-            x.sum(dtype=torch.float64)
-        with pytest.raises(RuntimeError, match="same device"):
-            x + torch.zeros(3)
