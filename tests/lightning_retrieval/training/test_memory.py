@@ -4,25 +4,23 @@ import copy
 import functools
 import io
 import itertools
-import math
-import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytorch_metric_learning.losses import MultiSimilarityLoss, NCALoss, TripletMarginLoss
+from pytorch_metric_learning.losses import MultiSimilarityLoss
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, TwoNetworks
 from lightning_retrieval.losses import (
+    After,
+    Before,
     FastAPLoss,
     RecallAtKLoss,
     ROADMAPLoss,
     SmoothAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import BatchLoss
-from lightning_retrieval.models import GlyphNet
 from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net, warnings_with
 
 DIM = 3
@@ -110,7 +108,7 @@ def step(memory, model, batch):
     assert_remembers(memory, model, batch)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(RUN, st.integers(0, 6), st.sampled_from([-3, 0, 4]))
 def test_a_run_is_that_of_a_list_and_goes_on_from_its_state(run, after, change):
     """Through a file, into a memory as large, smaller (it takes the newest rows) or larger."""
@@ -138,17 +136,6 @@ def test_a_run_is_that_of_a_list_and_goes_on_from_its_state(run, after, change):
     assert again.started == (again.start_step == 0)
 
 
-def test_a_smaller_memory_takes_the_newest_rows():
-    memory, smaller = CrossBatchMemory(9), CrossBatchMemory(4)
-    for number in range(3):
-        memory.update(torch.randn(3, 2), torch.arange(3), torch.arange(3) + 3 * number)
-    smaller.load_state_dict(memory.state_dict())
-    nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
-    ranked = smaller.references(*nothing)
-    assert ranked.lists.references.ids.tolist() == [6, 7, 8, 3]
-    assert torch.equal(ranked.ref_emb, memory.references(*nothing).ref_emb[:4])
-
-
 def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
     memory = CrossBatchMemory(100)
     for number in range(3):
@@ -173,73 +160,6 @@ def test_rows_are_copies():
         part.zero_()
     rows = memory.references(torch.zeros(0, 3), *[torch.zeros(0, dtype=torch.int64)] * 2)
     assert rows_of(rows) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
-
-
-# --- invalid input
-
-
-def batch_of(rows=3, dim=DIM, levels=0, first=0):
-    labels = torch.arange(rows)
-    labels = torch.stack([labels] * levels, 1) if levels else labels
-    return torch.randn(rows, dim), labels, torch.arange(rows) + first
-
-
-def not_finite():
-    embeddings, labels, ids = batch_of()
-    embeddings[2, 1] = math.nan
-    return embeddings, labels, ids
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("call", ["references", "update"])
-@pytest.mark.parametrize(
-    ("error", "sentence", "batch"),
-    [
-        (ValueError, "`size` must be .*, got 5 for a batch of 6 rows", batch_of(6)),
-        (TypeError, "`ids` must be given, .*, got None", (*batch_of()[:2], None)),
-        (ValueError, "`embeddings` must have the dimension of the stored ones, 3, got 4", batch_of(dim=4)),
-        (ValueError, r"`labels` must have as many levels .*, shape \(4,\), got \(3, 2\)", batch_of(levels=2)),
-        (ValueError, r"`embeddings` must hold finite .* in 1 of 3 rows \(2\)", not_finite()),
-    ],
-)
-def test_invalid_batches_raise_and_nothing_changes(call, error, sentence, batch):
-    memory = CrossBatchMemory(5)
-    memory.update(*batch_of(4, first=40))
-    rows, steps = [part.clone() for part in memory.state_dict()["_extra_state"]["rows"]], memory.steps
-    with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
-        getattr(memory, call)(*batch)
-    after = memory.state_dict()["_extra_state"]
-    assert after["steps"] == steps
-    assert all(map(torch.equal, after["rows"], rows))
-
-
-@pytest.mark.refusal
-def test_a_checkpoint_of_another_network_raises():
-    """At once where rows of one's own show it, else with the first batch."""
-    other, full, empty = (CrossBatchMemory(5) for _ in range(3))
-    other.update(*batch_of(dim=7))
-    full.update(*batch_of())
-    with pytest.raises(ValueError, match=r"^CrossBatchMemory: `embeddings` .* the stored ones, 3, got 7"):
-        full.load_state_dict(other.state_dict())
-    assert len(full.references(*batch_of(2, first=9)).ref_emb) == 5
-    empty.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match=r"^CrossBatchMemory: `embeddings` .* the stored ones, 7, got 3"):
-        empty.update(*batch_of())
-    empty.reset()
-    empty.update(*batch_of())
-    assert len(empty) == 3
-
-
-@pytest.mark.refusal
-def test_a_checkpoint_with_rows_that_are_not_finite_raises_and_changes_nothing():
-    memory, other = CrossBatchMemory(5), CrossBatchMemory(5)
-    memory.update(*batch_of())
-    other.update(*batch_of())
-    damaged = other.state_dict()
-    damaged["_extra_state"]["rows"][0][1, 0] = math.nan
-    with pytest.raises(ValueError, match=r"^CrossBatchMemory: `state` must hold finite .* in 1 of 3 rows \(ids 1\)"):
-        memory.load_state_dict(damaged)
-    assert memory.get_extra_state()["rows"][0].isfinite().all()
 
 
 # --- RetrievalModule
@@ -270,12 +190,12 @@ def test_a_query_in_its_own_list_counts_alike_among_references(make):
 
 
 class Recording(RetrievalModule):
-    """Keeps what is logged, of each step, in full precision."""
+    """Keeps the values of the loss that each step logs, in full precision."""
 
     def log(self, name, value, *args, **kwargs):
         if name == "train/loss":
             self.__dict__.setdefault("logged", []).append({})
-        if name not in ("train/images/s", "train/loader_wait"):
+        if name.startswith("train/loss"):
             self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
 
@@ -290,12 +210,10 @@ def ranked(loss, embeddings, labels, ids, ref_emb, ref_labels, ref_ids):
     return loss(embeddings, labels, (*torch.tensor(positive).T, *torch.tensor(negative).T), ref_emb, ref_labels)
 
 
-MODES = [
-    {"mode": "one_list"},
-    {"mode": "one_list_detached"},
-    {"mode": "two_terms"},
-    {"mode": "two_terms", "weight": 0.7},
-]
+MODES = [{"mode": "one_list"}, {"mode": "one_list_detached"}, {"mode": "two_terms", "weight": 0.7}]
+SMOOTH_AP = functools.partial(SmoothAPLoss, 0.1), 0, None
+ROADMAP = functools.partial(ROADMAPLoss, 0.3), 2, 3
+PAIRS = MultiSimilarityLoss, 2, 3
 
 
 def plain_run(loss, data, size, start_step, mode, weight=1.0):
@@ -337,13 +255,13 @@ def plain_run(loss, data, size, start_step, mode, weight=1.0):
     return plain, logged, len(past)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("make", "start_step", "chunk_size"),
+    ("make", "start_step", "chunk_size", "mode"),
     [
-        (functools.partial(SmoothAPLoss, 0.1), 0, None),
-        (functools.partial(ROADMAPLoss, 0.3), 2, 3),
-        (MultiSimilarityLoss, 2, 3),
+        *((*SMOOTH_AP, mode) for mode in MODES),
+        *((*ROADMAP, mode) for mode in MODES[::2]),
+        *((*PAIRS, mode) for mode in MODES[:2]),
+        (*PAIRS, {"mode": "two_terms"}),
     ],
 )
 def test_steps_are_those_of_a_plain_loop(make, mode, start_step, chunk_size):
@@ -365,51 +283,13 @@ def test_steps_are_those_of_a_plain_loop(make, mode, start_step, chunk_size):
     assert differs == [step >= start_step + (mode["mode"] != "two_terms") for step in range(4)]
 
 
-@pytest.mark.refusal
-def test_a_batch_raises_before_the_memory_begins():
-    module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=CrossBatchMemory(9, 2))
-    with pytest.raises(ValueError, match=r"^CrossBatchMemory: `size` must be .*, got 9 for a batch of 10 rows"):
-        fit(module, batches())
-    assert_same(module.embedder, net())
-    assert (len(module.memory), module.memory.steps) == (0, 0)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("sentence", "settings"),
-    [
-        ("`mode` must be one of 'one_list', .*, got 'xbm'", {"mode": "xbm"}),
-        ("`weight` must be 1 .*, got 0.5 for 'one_list'", {"weight": 0.5}),
-        ("`weight` must be a finite number, got inf", {"mode": "two_terms", "weight": float("inf")}),
-    ],
-)
-def test_settings_of_the_memory_that_do_not_fit_each_other(sentence, settings):
-    with pytest.raises(ValueError, match=f"^CrossBatchMemory: {sentence}"):
-        CrossBatchMemory(8, **settings)
-
-
-class Fractions(BatchLoss):
-    """Keeps the fraction of the training that each call is told."""
-
-    def of_batch(self, batch):
-        self.terms[str(batch.fraction)] = batch.embeddings.sum().detach()
-        return batch.embeddings.sum() * 0
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_with_references_is_told_the_fraction_of_the_training(mode):
-    loss, steps = Fractions(), 2 * len(batches())
-    fit(RetrievalModule(net(), loss, memory=CrossBatchMemory(16, **mode), optimizer=SGD), batches(), max_epochs=2)
-    assert list(loss.terms) == [str(step / steps) for step in range(steps)]
-
-
-@pytest.mark.refusal
-def test_losses_that_cannot_rank_references_raise_by_name():
-    inner = WeightedSum({"fine": (1.0, TripletMarginLoss()), "other": (1.0, NCALoss())})
-    for loss in (NCALoss(), WeightedSum({"ap": (1.0, SmoothAPLoss()), "inner": (1.0, inner)})):
-        with pytest.raises(TypeError, match=r"^RetrievalModule: with a `memory` .*, which NCALoss cannot do"):
-            RetrievalModule(net(), loss, memory=CrossBatchMemory(8))
-        RetrievalModule(net(), loss)
+def test_weights_of_terms_change_with_the_fraction_of_the_training(mode):
+    terms = {"pairs": (Before(0.5), MultiSimilarityLoss()), "ap": (After(0.5), SmoothAPLoss())}
+    module = Recording(net(), WeightedSum(terms), memory=CrossBatchMemory(16, **mode), optimizer=SGD)
+    fit(module, batches(), max_epochs=2)
+    found = [any(name.endswith("pairs") for name in values) for values in module.logged]
+    assert found == [True] * 4 + [False] * 4
 
 
 def from_scratch():
@@ -422,21 +302,18 @@ def loaded_backbone():
     return copy.deepcopy(embedder)
 
 
+RANDOM_WEIGHTS = "the memory begins at step 0 of a network with random weights"
+
+
 @pytest.mark.parametrize(
     ("make", "start_step", "warns"),
-    [
-        (from_scratch, 0, True),
-        (from_scratch, 1, False),
-        (loaded_backbone, 0, False),
-        (lambda: Embedder(GlyphNet(), 8), 0, False),
-    ],
+    [(from_scratch, 0, True), (from_scratch, 1, False), (loaded_backbone, 0, False)],
 )
 def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_step, warns):
     module = RetrievalModule(make(), SmoothAPLoss(), memory=CrossBatchMemory(16, start_step))
     data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8)) for _ in range(2)]
-    words = "the memory begins at step 0 of a network with random weights"
-    assert len(warnings_with(words, fit, module, data)) == warns
-    assert not warnings_with(words, fit, module, data)
+    assert len(warnings_with(RANDOM_WEIGHTS, fit, module, data)) == warns
+    assert not warnings_with(RANDOM_WEIGHTS, fit, module, data)
 
 
 @pytest.mark.parametrize(("start_step", "is_said"), [(9, True), (3, True), (2, False)])
@@ -445,8 +322,7 @@ def test_a_memory_that_no_batch_of_the_run_ranks_is_reported(start_step, is_said
     module = RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(16, start_step), optimizer=SGD)
     with caplog.at_level("INFO"):
         fit(module, batches()[:2], max_epochs=2)
-    words = f"never ranked in this run, which ends after 4 batches, because .* start_step={start_step}"
-    assert bool(re.search(words, caplog.text)) == is_said
+    assert ("never ranked in this run" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize(("frozen_side", "warns"), [("candidates", False), ("queries", True)])
@@ -455,5 +331,4 @@ def test_only_a_trained_network_of_candidates_is_warned_of(frozen_side, warns):
     sides = TwoNetworks(from_scratch(), frozen_side=frozen_side)
     module = RetrievalModule(from_scratch(), SmoothAPLoss(), sides=sides, memory=memory)
     batch = (torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8))
-    words = "the memory begins at step 0 of a network with random weights"
-    assert len(warnings_with(words, fit, module, [{"queries": batch, "candidates": batch}])) == warns
+    assert len(warnings_with(RANDOM_WEIGHTS, fit, module, [{"queries": batch, "candidates": batch}])) == warns

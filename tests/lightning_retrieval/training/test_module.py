@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -13,10 +11,8 @@ from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, Tri
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_retrieval
 from lightning_retrieval import (
     CalibrationLoss,
-    CrossBatchMemory,
     Embedder,
     HAPLoss,
     PCAWhitening,
@@ -30,10 +26,8 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
-from lightning_retrieval.training.checkpoint_files import restored_network
 from tests.csv_logs import logged
 from tests.lightning_retrieval.training.small_training import (
-    CHUNKS,
     ROWS,
     SGD,
     LearnedTau,
@@ -47,46 +41,8 @@ from tests.lightning_retrieval.training.small_training import (
     warnings_with,
 )
 
-LIBRARY = Path(lightning_retrieval.__file__).parent  # the files of the core
 
-
-class FilesOfSteps(RetrievalModule):
-    """Keeps the names of the files of the library that each step runs through."""
-
-    def on_train_start(self):
-        super().on_train_start()
-        self.files = []
-
-    def training_step(self, batch, batch_idx):
-        self.files.append(set())
-        sys.setprofile(self.record)
-        try:
-            return super().training_step(batch, batch_idx)
-        finally:
-            sys.setprofile(None)
-
-    def record(self, frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(LIBRARY):
-            self.files[-1].add(path.relative_to(LIBRARY).as_posix())
-
-
-def test_a_step_runs_through_features_only_if_its_run_uses_them():
-    names = ("full_sharding", "equal_batches", "loader_wait", "memory", "chunk_size", "trainer_checks", "run_report")
-    features = {f"training/{name}.py" for name in names}
-    of_first_step = {"training/full_sharding.py", "training/equal_batches.py"}  # is there more than one process?
-    of_first_step |= {"training/trainer_checks.py", "training/run_report.py"}
-    for memory in (None, CrossBatchMemory(20)):
-        module = FilesOfSteps(net(), SmoothAPLoss(), chunk_size=3, memory=memory)
-        fit(module, [(*batch, torch.arange(ROWS)) for batch in batches()])
-        used = set() if memory is None else {"training/memory.py"}
-        first, *later = (files & features for files in module.files)
-        assert first == used | of_first_step
-        assert later == [used, used]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize(("chunk_size", "dropout"), [(None, 0.5), (3, 0.0), (3, 0.5), (7, 0.5)])
 def test_steps_are_those_of_plain_pytorch(chunk_size, dropout):
     """Adam's also; with dropout, the random state of a step is the function of (seed, step, rank) written out here."""
     plain, loss, seed = net(dropout), SmoothAPLoss(tau=0.1), 3
@@ -123,23 +79,6 @@ def test_other_losses_and_losses_that_learn(make):
     if list(loss.parameters()):
         assert_same(original_loss(module.loss), loss)
         assert not torch.equal(next(module.loss.parameters()), next(make().parameters()))
-
-
-class Random(nn.Module):
-    """A loss that draws numbers."""
-
-    def forward(self, embeddings, labels):
-        return (embeddings * torch.rand_like(embeddings)).sum()
-
-
-def test_a_loss_draws_the_same_numbers_whatever_the_rank(monkeypatch):
-    found = []
-    for rank in (0, 5):
-        monkeypatch.setattr("lightning_retrieval.training.module.rank", lambda rank=rank: rank)
-        module = RetrievalModule(net(), Random(), optimizer=SGD)
-        fit(module, batches())
-        found.append(module)
-    assert_same(found[0], found[1])
 
 
 def test_a_subclass_may_leave_hooks_out():
@@ -196,9 +135,7 @@ class LoggedWeights(pl.Callback):
     ("kind", "limits"),
     [
         (RetrievalModule, {"max_epochs": 2}),
-        (RetrievalModule, {"max_epochs": 9, "max_steps": 6}),
         (RetrievalModule, {"max_epochs": -1, "max_steps": 6}),
-        (TwoOptimizers, {"max_epochs": 2}),
         (TwoOptimizers, {"max_epochs": -1, "max_steps": 12}),
     ],
 )
@@ -241,9 +178,8 @@ def test_labels_with_levels_train_and_their_finest_is_evaluated():
     )
 
 
-@pytest.mark.parametrize("scales", [(1,), (1, 0.5)])
-def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
-    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), eval_scales=scales).eval()
+def test_images_of_uint8_are_normalised_as_in_evaluation():
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), eval_scales=(1, 0.5)).eval()
     pixels = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(module.embed(pixels), module.embed(module.embedder.preparation.normalize(pixels)))
     evaluated = dataclasses.replace(module.embedder.preparation, mean=[0.3], std=[0.2])
@@ -252,12 +188,9 @@ def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
     assert torch.equal(module.embed(pixels), wanted)
     assert torch.equal(module.predict_step(pixels, 0)["embeddings"], wanted)
     assert torch.equal(module.predict_step((pixels, torch.zeros(2)), 0)["embeddings"], wanted)
-    module.preparation = {"function": "package.function"}
-    with pytest.raises(TypeError, match=r"^(Embedder|multi_scale): `images` must be .*uint8; normalise them, as"):
-        module.embed(pixels)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_images_of_uint8_are_embedded_in_the_precision_of_the_module(precision):
     module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss())
     pixels = torch.randint(0, 256, (4, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -305,7 +238,7 @@ def test_evaluation_and_prediction_take_scales_and_whitening():
     model = with_dots(eval_scales=SCALES, whitening=PCAWhitening(dim=3))
     with torch.no_grad():
         plain = multi_scale(model.embedder.eval(), IMAGES, SCALES)
-    with pytest.warns(UserWarning, match=r"^PCAWhitening: nothing has been learned yet, .* with 4 dimensions; give"):
+    with pytest.warns(UserWarning, match="nothing has been learned yet"):
         torch.testing.assert_close(predicted(model), plain)  # not yet whitened
     model.whitening.fit(plain)
     expected = model.whitening(plain)
@@ -320,19 +253,15 @@ def test_evaluation_and_prediction_take_scales_and_whitening():
         assert torch.equal(model.embed(IMAGES), model(IMAGES))
 
 
-@pytest.mark.parametrize("whitening", [PCAWhitening, SupervisedWhitening])
-def test_embeddings_that_a_declared_whitening_does_not_change_are_warned_of(whitening, tmp_path):
-    """In the validation of a fit, in an evaluation, and by the network that `index` reads from the checkpoint."""
-    words, model = f"{whitening.__name__}: nothing has been learned yet", with_dots(whitening=whitening(dim=3))
-    evaluation = [RetrievalEvaluation(ks=(1,))]
+def test_embeddings_that_a_declared_whitening_does_not_change_are_warned_of():
+    """In the validation of a fit, and in an evaluation."""
+    model = with_dots(whitening=SupervisedWhitening(dim=3))
+    words, evaluation = "nothing has been learned yet", [RetrievalEvaluation(ks=(1,))]
     assert warnings_with(words, fit, model, TWO_BATCHES, TWO_BATCHES, callbacks=evaluation)
     run = trainer(callbacks=evaluation)
     assert warnings_with(words, run.validate, model, DataLoader(TWO_BATCHES, batch_size=None), verbose=False)
-    run.save_checkpoint(tmp_path / "model.ckpt")
-    network = restored_network(torch.load(tmp_path / "model.ckpt", weights_only=True))
-    assert warnings_with(words, network.eval().embed, IMAGES)
-    network.whitening.fit(network.embedder(IMAGES).detach(), LABELS)
-    assert not warnings_with(words, network.embed, IMAGES)
+    model.whitening.fit(model.embedder(IMAGES).detach(), LABELS)
+    assert not warnings_with(words, model.embed, IMAGES)
 
 
 def test_training_is_the_same_with_scales_and_whitening():

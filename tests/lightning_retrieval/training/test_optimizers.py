@@ -5,9 +5,7 @@ import functools
 import pytest
 import pytorch_lightning as pl
 import torch
-import transformers
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
-from pytorch_lightning.plugins import MixedPrecision
 from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -16,9 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, TwoNetworks, Updates
 from lightning_retrieval.losses import After, Before, WeightedSum
-from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.training.small_training import (
-    CHUNKS,
     SGD,
     LearnedTau,
     Log,
@@ -37,9 +33,8 @@ def module_with(embedder, **settings):
     return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
 
 
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_frozen_parameters_stay_and_the_others_learn(chunk_size):
-    plain, module = net(), module_with(net(), chunk_size=chunk_size)
+def test_frozen_parameters_stay_and_the_others_learn():
+    plain, module = net(), module_with(net(), chunk_size=3)
     for embedder in (plain, module.embedder):
         embedder[0].requires_grad_(False)
     train_plainly(plain, torch.optim.SGD(plain[3].parameters(), lr=0.5), batches())
@@ -60,17 +55,6 @@ class WithBackbone(nn.Module):
 
     def forward(self, x):
         return self.head(self.scale * self.backbone(x))
-
-
-def test_head_lr_factor():
-    plain, log = WithBackbone(), Log()
-    rest = [*plain.backbone.parameters(), plain.scale]
-    groups = [{"params": rest}, {"params": plain.head.parameters(), "lr": 5.0}]
-    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
-    module = module_with(WithBackbone(), chunk_size=3, updates=Updates(head_lr_factor=10))
-    fit(module, batches(), callbacks=[log])
-    assert log.rates == [[0.5, 5.0]] * 3
-    assert_same(module.embedder, plain)
 
 
 def test_layer_decay():
@@ -107,51 +91,30 @@ def learned_terms():
     return WeightedSum({"proxies": (1.0, ProxyAnchorLoss(3, 4).double()), "ap": (0.5, LearnedTau())})
 
 
-@pytest.mark.parametrize("head_lr_factor", [1, 10])
-def test_loss_lr_factor(head_lr_factor):
+def test_loss_lr_factor():
     """All parameters of all terms have the rate of the loss, in the last group of the optimizer."""
     plain, loss, log = WithBackbone(), learned_terms(), Log()
     groups = [{"params": [*plain.backbone.parameters(), plain.scale]}]
-    groups += [
-        {"params": plain.head.parameters(), "lr": 0.5 * head_lr_factor},
-        {"params": loss.parameters(), "lr": 2.0},
-    ]
+    groups += [{"params": plain.head.parameters(), "lr": 5.0}, {"params": loss.parameters(), "lr": 2.0}]
     train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches(), loss)
-    updates = Updates(loss_lr_factor=4, head_lr_factor=head_lr_factor)
+    updates = Updates(loss_lr_factor=4, head_lr_factor=10)
     module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, chunk_size=3, updates=updates)
     fit(module, batches(), callbacks=[log])
-    assert log.rates == [[0.5, 0.5 * head_lr_factor, 2.0]] * 3
+    assert log.rates == [[0.5, 5.0, 2.0]] * 3
     assert_same(module.embedder, plain)
     assert_same(module.loss, loss)
-    assert set(module.trainer.optimizers[0].param_groups[-1]["params"]) == set(module.loss.parameters())
 
 
-def test_without_a_factor_the_loss_is_in_the_group_of_the_network():
-    """As in all checkpoints written before there was a factor of the loss."""
-    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, **FACTORS)
-    groups = module.configure_optimizers().param_groups
-    assert [group["lr"] for group in groups] == RATES
-    assert set(module.loss.parameters()) < set(groups[3]["params"])
-    assert module.embedder.scale in set(groups[3]["params"])
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(("before", "now"), [(1, 4), (4, 1)])
-def test_a_run_is_continued_with_its_parameter_groups(tmp_path, before, now):
-    """With another factor, or without one, the states would not belong to the parameters."""
+def test_a_run_is_continued_with_its_parameter_groups_only(tmp_path):
+    """Without the factor, the states would not belong to the parameters."""
 
     def module(factor):
         updates = Updates(loss_lr_factor=factor)
         return RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, updates=updates)
 
-    fit(module(before), batches()).save_checkpoint(tmp_path / "half.ckpt")
-    sizes = {1: r"\[9, 2\]", 4: r"\[7, 2, 2\]"}
-    sentence = (
-        rf"must be continued with .*, got groups of {sizes[now]} parameters, but {sizes[before]} in .*loss_lr_factor"
-    )
-    resumed = trainer(max_epochs=2)
-    with pytest.raises(ValueError, match=f"^RetrievalModule: a run {sentence}"):
-        resumed.fit(module(now), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
+    fit(module(4), batches()).save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(ValueError, match="loss_lr_factor"):
+        trainer(max_epochs=2).fit(module(1), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
 
 
 def test_a_parameter_that_the_loss_shares_with_the_network_has_the_rate_of_the_network():
@@ -183,7 +146,7 @@ def test_the_loss_is_clipped_and_decays_as_the_network(algorithm):
     train_plainly(plain, optimizer, batches(), loss)
     updates = Updates(gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
     decaying = functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.1)
-    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=decaying, updates=updates)
+    module = RetrievalModule(WithBackbone(), learned_terms(), optimizer=decaying, updates=updates, chunk_size=3)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert_same(module.loss, loss)
@@ -221,28 +184,19 @@ LINEAR = functools.partial(schedulers.LinearLR, start_factor=0.1, total_iters=3)
 
 
 @pytest.mark.parametrize(
-    "scheduler",
+    ("scheduler", "number"),
     [
-        ONE_CYCLE,
-        functools.partial(ONE_CYCLE, three_phase=True, anneal_strategy="linear"),
-        lambda optimizer: ONE_CYCLE(optimizer, max_lr=[0.2 * rate for rate in RATES]),
-        {
-            "class_path": "torch.optim.lr_scheduler.OneCycleLR",
-            "init_args": {"max_lr": 0.1, "total_steps": STEPS, "cycle_momentum": False},
-        },
-        CYCLIC,
-        lambda optimizer: CYCLIC(optimizer, base_lr=[0.02 * rate for rate in RATES]),
-        functools.partial(SWALR, swa_lr=0.05, anneal_epochs=4),
-        sequence(LINEAR, ONE_CYCLE),
-        sequence(CYCLIC, LINEAR),
-        lambda optimizer: schedulers.ChainedScheduler([ONE_CYCLE(optimizer), schedulers.ExponentialLR(optimizer, 0.9)]),
-        functools.partial(schedulers.ReduceLROnPlateau, patience=0, min_lr=0.2),
-        functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS),
-        functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS),
-        functools.partial(transformers.get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=STEPS),
+        (ONE_CYCLE, float),
+        (ONE_CYCLE, torch.tensor),
+        (lambda optimizer: ONE_CYCLE(optimizer, max_lr=[0.2 * rate for rate in RATES]), float),
+        (CYCLIC, float),
+        (functools.partial(SWALR, swa_lr=0.05, anneal_epochs=4), float),
+        (sequence(LINEAR, ONE_CYCLE), float),
+        (lambda x: schedulers.ChainedScheduler([ONE_CYCLE(x), schedulers.ExponentialLR(x, 0.9)]), float),
+        (functools.partial(schedulers.ReduceLROnPlateau, patience=0, min_lr=0.2), float),
+        (functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS), float),
     ],
 )
-@pytest.mark.parametrize("number", [float, torch.tensor])
 def test_schedulers_keep_the_factors_of_the_groups(scheduler, number):
     """At each step, the rates of the groups are one number multiplied by the factors of the groups."""
     optimizer = functools.partial(torch.optim.Adam, lr=number(0.5), foreach=False)
@@ -259,13 +213,6 @@ def test_schedulers_keep_the_factors_of_the_groups(scheduler, number):
     assert len(set(seen)) > 1
 
 
-def test_the_rate_of_a_scheduler_is_that_of_groups_without_a_factor():
-    log = Log()
-    module = module_with(WithBackbone(), lr_scheduler=CYCLIC, lr_scheduler_interval="step", **FACTORS)
-    fit(module, batches(), callbacks=[log])
-    assert log.rates[0] == pytest.approx([0.0025, 0.005, 0.01, 0.01, 0.02])
-
-
 def test_cyclic_rates_of_a_resumed_run_are_those_of_one_run(tmp_path):
     """The rates that the scheduler had multiplied are not multiplied again."""
 
@@ -278,29 +225,12 @@ def test_cyclic_rates_of_a_resumed_run_are_those_of_one_run(tmp_path):
     resumed = trainer(callbacks=[second], max_epochs=2)
     resumed.fit(module(), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
     assert first.rates + second.rates == whole.rates
+    assert whole.rates[0] == pytest.approx([0.001, 0.002, 0.004, 0.004, 0.008])  # begins at max_lr / 25
 
 
 def test_a_scheduler_that_depends_on_the_rates_of_the_groups_may_begin_at_one_rate():
     module = module_with(WithBackbone(), lr_scheduler=AbsoluteWarmUp, **FACTORS)
     module.configure_optimizers()
-    lambdas = [lambda step, power=power: 0.5**power for power in range(5)]
-    module = module_with(WithBackbone(), lr_scheduler=lambda x: schedulers.LambdaLR(x, lambdas), **FACTORS)
-    module.configure_optimizers()
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("scheduler", "sentence"),
-    [
-        (OneRate, "OneRate, which sets 0.1, 0.1"),
-        (functools.partial(ONE_CYCLE, max_lr=[0.1, 0.1, 0.1, 0.1, 0.3]), r"OneCycleLR, which sets .*0\.012"),
-        (functools.partial(CYCLIC, max_lr=[0.1, 0.2, 0.3, 0.4, 0.5]), r"CyclicLR, which sets .*0\.5"),
-    ],
-)
-def test_schedulers_that_undo_the_factors_are_refused(scheduler, sentence):
-    module = module_with(WithBackbone(), lr_scheduler=scheduler, **FACTORS)
-    with pytest.raises(ValueError, match=f"RetrievalModule: `lr_scheduler` must keep the factors .*{sentence}"):
-        module.configure_optimizers()
     module_with(WithBackbone(), lr_scheduler=OneRate).configure_optimizers()  # there are no factors to keep
 
 
@@ -333,23 +263,6 @@ def test_an_optimizer_that_splits_groups_keeps_the_rate_of_each_parameter():
     assert [rates[id(layer.weight)] for layer in (*network.backbone[::2], network.head)] == [0.125, 0.25, 1.0]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("optimizer", "sentence"),
-    [
-        (
-            lambda groups: SGD([value for group in groups for value in group["params"]]),
-            r"keep .*with the factors \[0.25, 0.5",
-        ),
-        (lambda groups: transformers.Adafactor(groups), "have a learning rate .*got lr=None"),
-    ],
-)
-def test_optimizers_whose_groups_cannot_have_the_factors_are_refused(optimizer, sentence):
-    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=optimizer, **FACTORS)
-    with pytest.raises(ValueError, match=f"RetrievalModule: `optimizer` must {sentence}"):
-        module.configure_optimizers()
-
-
 def two_sided():
     """Batches whose queries and candidates are the same images."""
     return [{"queries": batch, "candidates": batch} for batch in batches()]
@@ -363,32 +276,6 @@ def test_backbones_of_both_networks_are_frozen_at_first(epochs):
     for network in (module.query_embedder, module.embedder):
         assert torch.equal(network.backbone[0].weight, WithBackbone().backbone[0].weight) == (epochs == 1)
         assert not torch.equal(network.head.weight, WithBackbone().head.weight)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("embedder", "updates", "sentence"),
-    [
-        (net(), Updates(head_lr_factor=10.0), r"`head_lr_factor` is 10\.0, but the embedder has no `head`"),
-        (net().requires_grad_(False), None, "`embedder` and `loss` must have a parameter to train"),
-        (
-            net(),
-            Updates(loss_lr_factor=9.0),
-            r"`loss_lr_factor` is 9\.0, but the loss has no .* got SmoothAPLoss; give",
-        ),
-        (net(), Updates(layer_decay=0.5), "`layer_decay` needs an embedder with a `backbone`, .*got Sequential"),
-        (net(), Updates(freeze_backbone_epochs=1), "`freeze_backbone_epochs` needs .* `backbone`, .*got Sequential"),
-    ],
-)
-def test_settings_that_do_not_fit_the_embedder_raise(embedder, updates, sentence):
-    with pytest.raises(ValueError, match=f"^RetrievalModule: {sentence}"):
-        module_with(embedder, updates=updates).configure_optimizers()
-
-
-@pytest.mark.refusal
-def test_a_layer_decay_above_1_raises():
-    with pytest.raises(ValueError, match=r"^Updates: `layer_decay` must be from 0\.01 to 1, got 2"):
-        Updates(layer_decay=2)
 
 
 class Partial(RetrievalModule):
@@ -422,25 +309,21 @@ class OneGroup(OwnScheduler):
     ("kind", "scheduler", "count"),
     [
         (OwnScheduler, ONE_CYCLE, 1),
-        (OwnScheduler, CYCLIC, 1),
         (OneGroup, ONE_CYCLE, 1),
-        (OwnScheduler, functools.partial(ONE_CYCLE, max_lr=RATES), 0),
         (OwnScheduler, functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS), 0),
     ],
 )
 def test_warns_of_optimizers_of_a_subclass_that_undo_the_factors(kind, scheduler, count):
-    words = "must differ by head_lr_factor=2, layer_decay=0.5, but its `configure_optimizers` gives all of them"
+    words = "must differ by head_lr_factor=2, layer_decay=0.5"
     assert len(warnings_with(words, fit, kind(scheduler, **FACTORS), batches())) == count
-    if count:
-        assert warnings_with("must differ by", fit, kind(scheduler), batches()) == []
+    assert warnings_with("must differ by", fit, kind(scheduler), batches()) == []
 
 
 @pytest.mark.refusal
 def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     module = Partial(net(), SmoothAPLoss(), chunk_size=3)
     module.extra_head = nn.Linear(4, 3).double()
-    message = r"^Partial: each parameter that .* but `extra_head\.weight`, `extra_head\.bias` are in none; "
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"`extra_head\.weight`, `extra_head\.bias` are in none"):
         fit(module, batches())
     assert_same(module.embedder, net())
     module.extra_head.requires_grad_(False)
@@ -456,7 +339,7 @@ class Forgets(Unfreeze):
 
 @pytest.mark.refusal
 def test_a_layer_that_is_unfrozen_later_must_be_given_to_the_optimizer():
-    with pytest.raises(ValueError, match=r"but `embedder\.0\.weight`, `embedder\.0\.bias` are in none; "):
+    with pytest.raises(ValueError, match=r"`embedder\.0\.weight`, `embedder\.0\.bias` are in none"):
         fit(module_with(net()), batches(), max_epochs=2, callbacks=[Forgets()])
 
 
@@ -479,9 +362,10 @@ class WithUnused(RetrievalModule):
 @pytest.mark.parametrize(("steps", "used_in", "warns"), [(12, (), 10), (12, (9,), None), (12, (10,), 10), (3, (), 3)])
 def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warning(steps, used_in, warns):
     messages = warnings_with("no gradient", fit, WithUnused(used_in), batches(steps))
-    expected = "WithUnused: `extra_head.weight`, `extra_head.bias` have had no gradient in the first "
-    expected += f"{warns} steps, so they do not learn; use these"
-    assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
+    assert len(messages) == (warns is not None)
+    for message in messages:
+        assert "`extra_head.weight`, `extra_head.bias`" in message
+        assert f"first {warns} steps" in message
 
 
 class LearnedScale(nn.Module):
@@ -507,43 +391,41 @@ def test_a_term_that_begins_later_has_no_gradient_yet_and_nobody_warns():
 VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
 
 
-def depths_of(embedder):
-    """{layer: first part of the names of its parameters that has a meaning}."""
-    found = {}
-    for name, depth in layer_depths(embedder.backbone).items():
-        found.setdefault(depth, []).append(name)
-    return found
+def factors_of(embedder):
+    """The factor that a layer decay of 0.5 gives to each parameter of the backbone, by name."""
+    module = module_with(embedder, updates=Updates(layer_decay=0.5))
+    rates = {}
+    for group in module.configure_optimizers().param_groups:
+        rates |= dict.fromkeys(group["params"], group["lr"] / 0.5)
+    return {name: rates[parameter] for name, parameter in embedder.backbone.named_parameters()}
 
 
-def test_depths_of_timm_are_its_own():
+def test_layers_of_timm_are_its_own():
     optim = pytest.importorskip("timm.optim")
     embedder = Embedder("timm/vit_tiny_patch16_224", 8, backbone_args=VIT)
-    groups = optim.param_groups_layer_decay(embedder.backbone.model, weight_decay=0.0, layer_decay=0.5)
     expected = {}
-    for group in groups:
-        expected.update({id(parameter): group["lr_scale"] for parameter in group["params"]})
-    depths = layer_depths(embedder.backbone)
-    parameters = dict(embedder.backbone.named_parameters())
-    assert set(depths) == set(parameters)
+    for group in optim.param_groups_layer_decay(embedder.backbone.model, weight_decay=0.0, layer_decay=0.5):
+        expected |= dict.fromkeys(group["params"], group["lr_scale"])
     assert set(expected.values()) == {1.0, 0.5, 0.25}
-    for name, parameter in parameters.items():
-        assert expected[id(parameter)] == 0.5 ** (2 - depths[name]), name
+    for name, factor in factors_of(embedder).items():
+        assert factor == expected[embedder.backbone.get_parameter(name)], name
 
 
-def test_depths_of_torchvision():
-    depths = depths_of(Embedder("resnet18", 8))
-    first_parts = {depth: {name.split(".")[0] for name in names} for depth, names in depths.items()}
-    assert first_parts == {0: {"conv1"}, 1: {"bn1"}, **{layer + 1: {f"layer{layer}"} for layer in (1, 2, 3, 4)}}
+def test_layers_of_torchvision():
+    found = {}
+    for name, factor in factors_of(Embedder("resnet18", 8)).items():
+        found.setdefault(factor, set()).add(name.split(".")[0])
+    layers = {0.5 ** (4 - number): {f"layer{number}"} for number in (1, 2, 3, 4)}
+    assert found == {0.5**5: {"conv1"}, 0.5**4: {"bn1"}, **layers}
 
 
-def test_depths_of_a_list_of_layers():
-    """What comes after the last layer belongs to it, and a list of one layer is no list of layers."""
+def test_layers_of_a_list():
+    """What comes after the last layer belongs to it."""
     stem, first, second, norm = (nn.Linear(2, 2, bias=False) for _ in range(4))
-    blocks = nn.Sequential(nn.Sequential(first, second))
-    depths = layer_depths(nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm}))
-    assert depths == {"stem.weight": 0, "blocks.0.0.weight": 1, "blocks.0.1.weight": 2, "norm.weight": 2}
-    with pytest.raises(ValueError, match=r"^`layer_decay` must be 1 .* got a Sequential"):
-        layer_depths(nn.Sequential(nn.Linear(2, 2)))
+    blocks = nn.Sequential(nn.Sequential(first, second))  # a list of one layer is no list of layers
+    embedder = nn.ModuleDict({"backbone": nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm})})
+    factors = {"stem.weight": 0.25, "blocks.0.0.weight": 0.5, "blocks.0.1.weight": 1.0, "norm.weight": 1.0}
+    assert factors_of(embedder) == factors
 
 
 class Trained(pl.Callback):
@@ -570,7 +452,7 @@ def train(epochs, *callbacks, freeze=2, chunk_size=None, **settings):
     return module, run
 
 
-@pytest.mark.parametrize(("epochs", "averaging"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("epochs", "averaging"), [(1, False), (2, True)])
 def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs, averaging, tmp_path):
     """The checkpoint is that of an epoch's end: after a run, Lightning's averaging has replaced the weights."""
     first, second = [EMAWeightAveraging()] * averaging, [EMAWeightAveraging()] * averaging
@@ -585,81 +467,49 @@ def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs
     assert log.changed == [False, False, True, True][epochs:]
 
 
+SGD_OF_TENTH = functools.partial(torch.optim.SGD, lr=0.1)
 OPTIMIZERS = {
-    "adam": (torch.optim.Adam, True),
-    "partial": (functools.partial(torch.optim.AdamW, lr=0.01, fused=None), True),
-    "sgd": (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
-    "own setting": (functools.partial(torch.optim.AdamW, fused=False), False),
-    "foreach": (functools.partial(torch.optim.AdamW, foreach=True), None),
-    "no such setting": (torch.optim.RMSprop, None),
-    "function": (lambda groups: torch.optim.AdamW(groups, lr=0.01), None),
+    "default": ({}, torch.optim.AdamW, True),
+    "own setting": ({"optimizer": functools.partial(torch.optim.AdamW, fused=False)}, torch.optim.AdamW, False),
+    "function": ({"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.1)}, SGD_OF_TENTH, None),
 }
 
 
-@pytest.mark.parametrize(("optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_parameters_are_updated_in_one_loop_if_nothing_else_is_said(optimizer, fused):
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=optimizer)
+@pytest.mark.parametrize(("settings", "plain_optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_default_optimizer_is_fused_and_that_of_a_user_is_the_users(settings, plain_optimizer, fused):
+    module, plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), **settings), net()
     assert module.configure_optimizers().defaults.get("fused") is fused
-    plain = net()
-    of_plain = optimizer(plain.parameters())
-    train_plainly(plain, of_plain, batches())
+    train_plainly(plain, plain_optimizer(plain.parameters()), batches())
     fit(module, batches())
     for one, other in zip(module.embedder.parameters(), plain.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("scaler", "fused"), [(None, True), (torch.amp.GradScaler("cpu"), None)])
-def test_scaled_gradients_have_no_fused_update(scaler, fused):
-    """Lightning does not unscale them for it, so that they would be clipped before they are unscaled."""
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.AdamW)
-    module._trainer = trainer(plugins=MixedPrecision("16-mixed" if scaler else "bf16-mixed", "cpu", scaler))
-    assert module.configure_optimizers().defaults["fused"] is fused
-
-
-def sliced():
-    """A layer whose weight is a part of a larger tensor."""
-    layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(torch.randn(4, 6)[:, :4])
-    return layer
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Embedding(9, 4, sparse=True), sliced, lambda: net().half()],
-    ids=["sparse gradients", "gaps in memory", "half precision"],
-)  # fmt: skip
-def test_parameters_without_a_fused_update_get_a_plain_one(make):
-    module = RetrievalModule(make(), SmoothAPLoss(tau=0.1), optimizer=torch.optim.SGD)
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 4, sparse=True), lambda: net().half()])
+def test_sparse_gradients_and_parameters_of_16_bits_have_no_fused_update(make):
+    module = RetrievalModule(make(), SmoothAPLoss(tau=0.1))
     assert not module.configure_optimizers().defaults["fused"]
 
 
-def test_a_file_leaves_open_how_parameters_are_updated():
-    """So one that continues on other devices, or with a sharded network, decides for itself."""
-    first, second = (RetrievalModule(net(), SmoothAPLoss()).configure_optimizers() for _ in range(2))
-    state = first.state_dict()
-    assert [group["fused"] for group in state["param_groups"]] == [None]
-    second.load_state_dict(state)
-    assert [group["fused"] for group in first.param_groups + second.param_groups] == [True, True]
+def test_a_fused_update_does_not_depend_on_the_order_of_memory_in_a_checkpoint(tmp_path):
+    """torch would read a state in another order than that of its parameter as if it had the same one."""
 
-
-class OtherOrder(pl.Callback):
-    """Gives gradients and states of convolutions the default order of memory, as an old file or a callback may."""
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        for parameter in module.parameters():
-            parameter.grad = parameter.grad.contiguous()
-            for name, value in optimizer.state[parameter].items():
-                optimizer.state[parameter][name] = value.contiguous()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-def test_a_fused_update_does_not_depend_on_the_order_of_memory(name):
-    def trained(fused, *callbacks):
+    def run(epochs, **settings):
         torch.manual_seed(0)
         embedder = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()).to(memory_format=torch.channels_last)
-        optimizer = functools.partial(getattr(torch.optim, name), lr=0.1, fused=fused)
+        optimizer = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
         module = RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=optimizer)
-        data = torch.utils.data.TensorDataset(torch.randn(24, 2, 5, 5), torch.arange(24) // 2)
-        trainer(callbacks=list(callbacks), max_epochs=2).fit(module, torch.utils.data.DataLoader(data, 8))
-        return embedder[0].weight
+        points = torch.utils.data.TensorDataset(torch.randn(24, 2, 5, 5), torch.arange(24) // 2)
+        run = trainer(max_epochs=epochs)
+        run.fit(module, DataLoader(points, 8), **settings)
+        return embedder[0].weight, run
 
-    torch.testing.assert_close(trained(True, OtherOrder()), trained(False), rtol=1e-4, atol=1e-6)
+    whole, _ = run(2)
+    _, half = run(1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    content = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    for state in content["optimizer_states"][0]["state"].values():
+        state.update({name: value.contiguous() for name, value in state.items()})
+    torch.save(content, tmp_path / "half.ckpt")
+    resumed, _ = run(2, ckpt_path=tmp_path / "half.ckpt")
+    torch.testing.assert_close(resumed, whole, rtol=1e-4, atol=1e-6)

@@ -20,7 +20,7 @@ from lightning_retrieval import (
     largest_chunk_size,
 )
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from tests.lightning_retrieval.training.small_training import SGD, batches, fit, net
+from tests.lightning_retrieval.training.small_training import SGD, Gives, batches, fit, net
 from tests.quiet_trainer import quiet_trainer
 from tests.refusals import refusal_test
 
@@ -74,6 +74,14 @@ def remember(*batch):
     memory.update(*batch)
 
 
+def restored():
+    """Load the state of a memory whose network had another dimension."""
+    memory, other = CrossBatchMemory(5), CrossBatchMemory(5)
+    memory.update(*batch_of())
+    other.update(*batch_of(dim=7))
+    memory.load_state_dict(other.state_dict())
+
+
 def not_finite():
     embeddings, labels, ids = batch_of()
     embeddings[2, 1] = math.nan
@@ -125,6 +133,7 @@ TABLE = {
         (lambda: remember(*batch_of(dim=4)), InvalidValue, "embeddings"),
         (lambda: remember(*batch_of(levels=2)), InvalidValue, "labels"),
         (lambda: remember(*not_finite()), InvalidValue, "embeddings"),
+        (lambda: restored(), InvalidValue, "embeddings"),
         (
             lambda: fit(module(memory=CrossBatchMemory(9, 2)), [(*batches(1)[0], torch.arange(10))]),
             InvalidValue,
@@ -160,6 +169,7 @@ TABLE = {
         (lambda: module(lr_scheduler_frequency=0), InvalidValue, "lr_scheduler_frequency"),
         (lambda: module(SAME, sides=TwoNetworks(SAME)), InvalidValue, "sides"),
         (lambda: module(relevance=nn.Linear(1, 1)), InvalidType, "relevance"),
+        (lambda: fit(module(loss=Gives(shape=(2,))), batches(1)), InvalidValue, "loss"),
         (lambda: optimizers_of(net(), updates=Updates(head_lr_factor=10)), InvalidValue, "head_lr_factor", ""),
         (lambda: optimizers_of(net(), updates=Updates(layer_decay=0.5)), InvalidValue, "layer_decay"),
         (lambda: optimizers_of(updates=Updates(loss_lr_factor=9)), InvalidValue, "loss_lr_factor"),

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import rank_zero_info
-from pytorch_lightning.utilities.seed import isolate_rng
 
 from lightning_retrieval.training.run_report import quiet_trainer
 
@@ -27,15 +26,3 @@ def test_messages_of_other_code_appear(caplog):
     assert warnings.filters == before
     pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert any(message.startswith("TPU available: False") for message in caplog.messages)
-
-
-def test_messages_of_one_of_several_processes_are_hidden_too(caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    for name in ("RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
-    with isolate_rng():
-        with quiet_trainer():
-            pl.seed_everything(0)
-        assert caplog.messages == []
-        pl.seed_everything(0)
-    assert caplog.messages == ["[rank: 0] Seed set to 0"]

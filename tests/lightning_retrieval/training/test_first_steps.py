@@ -1,0 +1,191 @@
+"""What a run warns of, refuses and logs in its first steps, where people really go wrong."""
+
+import pytest
+import torch
+import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_metric_learning.losses import ContrastiveLoss
+from pytorch_metric_learning.samplers import MPerClassSampler
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_retrieval import (
+    CalibrationLoss,
+    CrossBatchMemory,
+    HAPLoss,
+    RetrievalModule,
+    ROADMAPLoss,
+    SharedTags,
+    SmoothAPLoss,
+)
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.losses import After, Before, WeightedSum
+from tests.lightning_retrieval.training.small_training import SGD, assert_same, batches, fit, net, warnings_with
+
+CLASSES = torch.arange(24) // 6
+INDEX = torch.arange(24)
+
+
+def warnings_of_a_step(labels, ids, memory=None, **loader) -> list[str]:
+    """What a first step says of its batch, from a loader that is not of this library."""
+    data = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), labels, ids)
+    module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(), memory=memory)
+    return warnings_with("first batch", fit, module, DataLoader(data, **{"batch_size": 24, **loader}), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (INDEX % 6, "the id 0 has the labels 0 and 1"),
+        (CLASSES, "24 of 24 images share their id"),
+        (INDEX.clamp(min=1), "2 of 24 images share their id"),
+    ],
+)
+def test_ids_that_collide_warn(ids, words):
+    """Unless the sampler draws images several times."""
+    (message,) = warnings_of_a_step(CLASSES, ids)
+    assert words in message
+    assert warnings_of_a_step(CLASSES, INDEX) == []
+
+
+def test_images_that_another_sampler_draws_several_times_do_not_warn():
+    few = torch.arange(24).clamp(min=1, max=21) // 7  # one class has 3 images, fewer than are drawn of it
+    torch.manual_seed(0)
+    for sampler in (RandomSampler(INDEX, replacement=True, num_samples=24), MPerClassSampler(few, 6, 24, 24)):
+        drawn = list(sampler)
+        assert len(set(drawn)) < len(drawn)
+        torch.manual_seed(2)
+        assert warnings_of_a_step(CLASSES, INDEX, sampler=sampler) == []
+
+
+def test_a_first_batch_of_one_label_warns_without_a_memory():
+    labels = torch.full((24,), 7)
+    assert len(warnings_of_a_step(labels, INDEX)) == 1
+    assert warnings_of_a_step(labels, INDEX, memory=CrossBatchMemory(24, start_step=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "without"),
+    [
+        (SmoothAPLoss(), "3 of 8"),
+        (SmoothAPLoss(include_self=True), "3 of 8"),
+        (ROADMAPLoss(), "3 of 8"),
+        (HAPLoss(), "2 of 8"),
+        (CalibrationLoss(pair_mean="all"), None),
+        (ContrastiveLoss(), None),
+    ],
+    ids=str,
+)
+def test_lists_without_a_positive_are_warned_of(loss, without):
+    """A shuffled loader draws classes of one to three images; a loss of pairs learns from such lists, too."""
+    rows, labels = torch.randn(8, 6), torch.tensor([0, 0, 0, 1, 1, 2, 3, 4])
+    if isinstance(loss, HAPLoss):
+        labels = torch.stack([labels, labels.clamp(min=2)], 1)
+    messages = warnings_of_lists(loss, (rows, labels))
+    assert [f"{without} queries" in message for message in messages] == [True] * (without is not None)
+
+
+def warnings_of_lists(loss, batch, **settings):
+    module = RetrievalModule(nn.Linear(6, 4), loss, **settings)
+    return warnings_with("no relevant image", fit, module, [batch], max_steps=1)
+
+
+def test_lists_that_may_have_a_positive_are_not_warned_of():
+    """By a rule of tags, in a memory, and if they are few."""
+    rows, labels = torch.randn(8, 6), torch.tensor([0, 0, 0, 1, 1, 2, 3, 4])
+    tagged = {"images": rows, "labels": labels, "tags": torch.tensor([[7, 8, 8, 9, 9, 5, 4, 3]]).T}
+    assert warnings_of_lists(SmoothAPLoss(), tagged, relevance=SharedTags()) == []
+    assert warnings_of_lists(SmoothAPLoss(), (rows, labels, torch.arange(8)), memory=CrossBatchMemory(8)) == []
+    assert warnings_of_lists(SmoothAPLoss(), (rows[:6], labels[:6])) == []
+    sides = {"queries": (rows[3:], labels[3:]), "candidates": (rows[:4], labels[:4])}
+    (message,) = warnings_of_lists(SmoothAPLoss(), sides)
+    assert "3 of 5 queries" in message
+
+
+class OwnNorm(RetrievalModule):
+    """With a BatchNorm that learns, or that always evaluates."""
+
+    def __init__(self, evaluated, chunk_size):
+        super().__init__(net(), SmoothAPLoss(), chunk_size=chunk_size)
+        self.evaluated = evaluated
+        self.norm = nn.BatchNorm1d(4).double()
+        self.train()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.train(mode and not self.evaluated)
+        return self
+
+    def forward(self, images):
+        return self.norm(self.embedder(images))
+
+
+def test_batch_norm_in_chunks_warns_once():
+    data = [(images[:9], labels[:9]) for images, labels in batches()]
+    assert len(warnings_with("BatchNorm", fit, OwnNorm(False, 3), data)) == 1
+    for evaluated, chunk_size in ((True, 3), (False, 9), (False, None)):
+        assert warnings_with("BatchNorm", fit, OwnNorm(evaluated, chunk_size), data) == []
+
+
+@pytest.mark.parametrize(("settings", "length"), [({}, 9), ({"memory": CrossBatchMemory(16, 1)}, 25)])
+def test_the_batch_is_logged(settings, length, tmp_path):
+    labels, ids = torch.tensor([7, 7, 7, 1, 1, 1, 5, 5, 5, 5]), torch.arange(10)
+    module = RetrievalModule(net(), SmoothAPLoss(), chunk_size=4, **settings)
+    fit(module, [(images, labels, ids) for images, _ in batches(2)], logger=CSVLogger(tmp_path, "", 0))
+    logged = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
+    assert logged == {"images": 10, "classes": 3, "list_length": length, "chunk_size": 4, "processes": 1}
+
+
+def test_the_seed_is_that_of_seed_everything(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "41")
+    assert RetrievalModule(net(), SmoothAPLoss()).seed == 41
+    assert RetrievalModule(net(), SmoothAPLoss(), seed=2).seed == 2
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert RetrievalModule(net(), SmoothAPLoss()).seed == 0
+
+
+@pytest.mark.parametrize(("filename", "warned"), [("{val/mAP:.3f}", True), ("best/{epoch}", False)])
+def test_a_metric_name_that_would_make_folders_of_checkpoints_is_warned_of(filename, warned, tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename=filename, monitor="val/mAP", mode="max")
+    module, data = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD), batches(1)
+    settings = {"callbacks": [saving, RetrievalEvaluation(ks=(1,))], "enable_checkpointing": True}
+    found = warnings_with("would write each checkpoint into a folder", fit, module, data, data, **settings)
+    assert len(found) == warned
+
+
+class Endless(IterableDataset):
+    """Batches of a number that is not known."""
+
+    def __iter__(self):
+        while True:
+            yield from batches()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("data", "limits"),
+    [(batches(), {"max_epochs": -1}), (DataLoader(Endless(), batch_size=None), {"max_epochs": 2})],
+    ids=["no limit", "no number of batches"],
+)
+def test_weights_that_change_need_a_number_of_steps(data, limits):
+    terms = {"pairs": (Before(0.2), CalibrationLoss()), "ap": (After(0.2), SmoothAPLoss())}
+    module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
+    with pytest.raises(ValueError, match="set max_steps"):
+        fit(module, data, **limits)
+    assert_same(module.embedder, net())
+    fit(module, data, **{**limits, "max_steps": 2})
+    assert module.trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "count"),
+    [(torch.bfloat16, "bf16-mixed", 1), (torch.bfloat16, "bf16-true", 0), (torch.float32, "bf16-mixed", 0)],
+)
+def test_parameters_of_16_bits_are_warned_of(dtype, precision, count):
+    """Such as those of a model that transformers has loaded in the type of its file."""
+    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4).to(dtype)), SmoothAPLoss())
+    data = [(torch.randn(6, 6), torch.tensor([0, 0, 1, 1, 2, 2]))]
+    assert (
+        len(warnings_with("parameters that learn should be float32", fit, module, data, precision=precision)) == count
+    )
