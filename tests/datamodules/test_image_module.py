@@ -1,17 +1,12 @@
-"""ImageDataModule: splits, training and validation, the cache, and the check of the files."""
+"""ImageDataModule: splits, training and validation, and the check of the files."""
 
 from types import MappingProxyType
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageDataModule, ImageIndex
-from lightning_retrieval.datamodules.image_index import class_numbers
-from tests.datamodules.pictures import TINY, picture
-from tests.quiet_trainer import quiet_trainer
+from tests.datamodules.pictures import picture
+from tests.datamodules.trees_more import QUICK, fit_and_validate
 
 
 class Pictures(ImageDataModule):
@@ -20,8 +15,7 @@ class Pictures(ImageDataModule):
     published_counts = MappingProxyType({"train": [(24, 6)], "test": [(13, 3), (13, 4)]})
 
     def __init__(self, root, parts=("train", "test"), **settings):
-        small = {"train_transform": TINY, "eval_transform": TINY, "classes_per_batch": 2, "samples_per_class": 4}
-        super().__init__(root, **{**small, **settings})
+        super().__init__(root, **{**QUICK, **settings})
         self.parts = parts
 
     def read(self):
@@ -30,8 +24,8 @@ class Pictures(ImageDataModule):
 
     def of(self, classes):
         paths = [f"{label}/{number}.png" for label in classes for number in range(4)]
-        labels, names = class_numbers([int(path.split("/")[0]) for path in paths])
-        return ImageIndex(paths, labels, names=names)
+        labels = [classes.index(int(path.split("/")[0])) for path in paths]
+        return ImageIndex(paths, labels, names=list(map(str, classes)))
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +37,15 @@ def tree(tmp_path_factory):
     return root
 
 
-def fit(data, steps=2):
-    torch.manual_seed(0)
-    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    trainer = quiet_trainer(max_steps=steps, callbacks=[RetrievalEvaluation(ks=(1,))], num_sanity_val_steps=0)
-    trainer.fit(module, datamodule=data)
-    trained = dict(trainer.callback_metrics)
-    trainer.validate(module, datamodule=data, verbose=False)
-    return {**trained, **trainer.callback_metrics}
-
-
 def test_several_sets_are_logged_by_name(tree):
-    found = fit(Pictures(tree, parts=("train", "test", "hard")))
+    found = fit_and_validate(Pictures(tree, parts=("train", "test", "hard")))
     assert {"val/test/mAP", "val/hard/mAP", "val/hard/R@1"} <= set(found)
-    alone = fit(Pictures(tree, parts=("train", "hard")))
+    alone = fit_and_validate(Pictures(tree, parts=("train", "hard")))
     assert alone["val/hard/mAP"] == found["val/hard/mAP"]
 
 
 def test_the_set_on_which_checkpoints_are_chosen(tree):
-    assert Pictures(tree).val_set is Pictures(tree).test_set or len(Pictures(tree).val_set) == 12
+    assert list(Pictures(tree).val_set.index.paths) == list(Pictures(tree).test_set.index.paths)
     assert len(Pictures(tree, parts=("train", "val", "test")).val_set) == 8
     only_val = Pictures(tree, parts=("train", "val"))
     assert list(only_val.test_set.index.paths) == list(only_val.val_set.index.paths)
@@ -70,21 +54,18 @@ def test_the_set_on_which_checkpoints_are_chosen(tree):
     assert not set(held.train_set.index.paths) & set(held.val_set.index.paths)
     assert held.val_set.transform is held.eval_transform
     assert list(Pictures(tree, val_fraction=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
-    with pytest.raises(ValueError, match=r"`val_fraction` must leave .*, got 0.05 of 6 classes"):
-        _ = Pictures(tree, val_fraction=0.05).train_set
-    with pytest.raises(ValueError, match="Pictures: has no split 'train', only 'test'"):
-        _ = Pictures(tree, parts=("test",)).train_set
 
 
-def test_classes_and_images_in_training_and_evaluation_raise(tree):
+@pytest.mark.refusal
+def test_a_class_or_an_image_in_training_and_in_evaluation_raises(tree):
     class Mixed(Pictures):
         def read(self):
             return {"train": self.of(range(4)), "test": self.of(range(3, 6))}
 
-    with pytest.raises(ValueError, match=r"^Mixed: classes must be .* got 1 in train and test, such as '3'"):
+    with pytest.raises(ValueError, match=r"^Mixed: classes .* '3'"):
         Mixed(tree).prepare_data()
     Mixed.shared_classes = True
-    with pytest.raises(ValueError, match=r"^Mixed: images must be in .* got 4 in train and test, such as 3/0\.png"):
+    with pytest.raises(ValueError, match=r"^Mixed: images .* 3/0\.png"):
         Mixed(tree).prepare_data()
 
     class Shared(Mixed):
@@ -95,7 +76,7 @@ def test_classes_and_images_in_training_and_evaluation_raise(tree):
     Shared(tree).prepare_data()
 
 
-def test_check_reports_the_published_counts_and_missing_files(tree):
+def test_check_compares_the_published_counts_and_looks_for_files(tree):
     report = Pictures(tree, parts=("train", "test", "hard")).check()
     assert not report.ok  # 12 test images, not 13
     published = Pictures.published_counts
@@ -104,10 +85,6 @@ def test_check_reports_the_published_counts_and_missing_files(tree):
         "test": ((12, 3), published["test"]),
         "hard": ((12, 3), ()),
     }
-    assert str(report).splitlines()[2:] == [
-        "test       12        3                 13   3 or 4",
-        "hard       12        3",
-    ]
     assert Pictures(tree, parts=("train",)).check().ok
 
     class Gone(Pictures):
@@ -116,5 +93,4 @@ def test_check_reports_the_published_counts_and_missing_files(tree):
 
     report = Gone(tree, parts=("train",)).check()
     assert report.missing_files == ["gone/é.png"]
-    assert report.problems == ["1 paths are listed twice in train"]
-    assert "missing: gone/é.png" in str(report)
+    assert len(report.problems) == 1  # a path is listed twice

@@ -1,6 +1,5 @@
 """Random transforms of any library give the same images in each run, for any workers, and after a resume."""
 
-import functools
 import random
 
 import numpy as np
@@ -8,11 +7,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 
-from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.datamodules import ImageFolder, RetrievalDataLoader
 
 
 def albumentations_transform():
@@ -26,15 +22,8 @@ def draws_from_each(image):
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]).reshape(3, 1, 1)
 
 
-OF_MODULE = np.random.default_rng(0)
-
-
-def draws_from_the_module(image):
-    return torch.from_numpy(OF_MODULE.random((3, 1, 1)))
-
-
-def draws_from(generator, image):
-    return torch.full((3, 1, 1), generator.random())
+def draws_and_fails(image):
+    raise KeyError(draws_from_each(image))
 
 
 class OwnsGenerators:
@@ -50,28 +39,10 @@ class OwnsGenerators:
         return torch.tensor([*drawn, torch.rand((), generator=self.of_class).item()]).reshape(3, 1, 1)
 
 
-class CallsAlbumentations:
-    def __init__(self):
-        self.augment = albumentations_transform()
-
-    def __call__(self, image):
-        return self.augment(image=np.array(image))["image"]
-
-
-def enclosing_function():
-    generator = np.random.default_rng(0)
-    return v2.Compose([v2.Lambda(lambda image: draws_from(generator, image))])
-
-
 TRANSFORMS = {
     "albumentations": albumentations_transform,
-    "own": lambda: draws_from_each,
-    "variable of a module": lambda: draws_from_the_module,
-    "attributes": OwnsGenerators,
-    "method": lambda: OwnsGenerators().__call__,
-    "partial": lambda: functools.partial(draws_from, np.random.default_rng(0)),
-    "enclosing function": enclosing_function,
-    "albumentations in a class": CallsAlbumentations,
+    "global generators": lambda: draws_from_each,
+    "generators of its own": OwnsGenerators,
 }
 
 
@@ -87,25 +58,23 @@ def folder(tmp_path_factory):
     return root
 
 
+def data_of(folder, transform, workers=0):
+    batches = {"test_fraction": 0.25, "classes_per_batch": 2, "samples_per_class": 2, "num_workers": workers}
+    return ImageFolder(folder, train_transform=transform, eval_transform=transform, **batches)
+
+
 def run(folder, name, workers, start=None):
     """The training images of two epochs, or of the first epoch from a batch on."""
     pl.seed_everything(7, workers=True, verbose=False)
     for _ in range(workers + 1 if start is None else 5):  # a run has drawn other numbers before
         draws_from_each(None)
-    data = ImageFolder(
-        folder,
-        test_fraction=0.25,
-        classes_per_batch=2,
-        samples_per_class=2,
-        num_workers=workers,
-        train_transform=TRANSFORMS[name](),
-        eval_transform=TRANSFORMS[name](),
-    )
+    data = data_of(folder, TRANSFORMS[name](), workers)
     if start is None:
         loader = data.train_dataloader()
     else:  # as after a kill
-        settings = {"num_workers": workers, "collate_fn": data.train_set.collate}
-        loader = RetrievalDataLoader(data.train_set, data.train_sampler(), start=start, **settings)
+        loader = RetrievalDataLoader(
+            data.train_set, data.train_sampler(), start=start, num_workers=workers, collate_fn=data.train_set.collate
+        )
     images = [batch["images"] for batch in loader]
     if start is None:
         loader.set_epoch(1)
@@ -118,53 +87,25 @@ def test_training_images_are_a_function_of_seed_epoch_and_batch(name, folder):
     images = run(folder, name, 0)
     batches = len(images) // 2
     assert not torch.equal(images[0], images[batches])  # another epoch
+    assert len({image.double().sum().item() for batch in images for image in batch}) > 3 * len(images)
     assert all(map(torch.equal, run(folder, name, 2), images))
     resumed = run(folder, name, 0, start=1)
     assert len(resumed) == batches - 1
     assert all(map(torch.equal, resumed, images[1:]))
 
 
-def test_the_global_generators_continue_as_if_nothing_had_happened():
+def test_the_global_generators_continue_as_if_no_image_had_been_transformed(folder):
     pl.seed_everything(3, verbose=False)
     expected = [draws_from_each(None) for _ in range(2)]
+    data, failing = data_of(folder, draws_from_each), data_of(folder, draws_and_fails)
+    loader = data.train_dataloader()
+    index = next(iter(loader.batch_sampler))[0]
     pl.seed_everything(3, verbose=False)
     found = [draws_from_each(None)]
-    with pytest.raises(KeyError), seeded_item(SeededIndex(0, seed=5)):
-        raise KeyError(draws_from_each(None))
-    with seeded_item(SeededIndex(0, seed=5)):
-        first = draws_from_each(None)
-    with seeded_item(SeededIndex(1, seed=5)):
-        assert torch.equal(draws_from_each(None), first)
+    first = data.train_set[index]["images"]
+    assert torch.equal(data.train_set[index]["images"], first)
+    with pytest.raises(KeyError):
+        failing.train_set[index]
     found.append(draws_from_each(None))
     assert all(map(torch.equal, found, expected))
-    with seeded_item(4):  # an index of an evaluation loader has no seed
-        assert not torch.equal(draws_from_each(None), first)
-
-
-def test_generators_of_a_transform_continue_as_if_nothing_had_happened():
-    transform, untouched = OwnsGenerators(), OwnsGenerators()
-    OwnsGenerators.of_class.manual_seed(1)
-    with seeded_item(SeededIndex(0, seed=5), own_generators(transform)):
-        first = transform(None)
-    with seeded_item(SeededIndex(1, seed=5), own_generators(transform)):
-        assert torch.equal(transform(None), first)
-    assert len(set(first.flatten().tolist())) == 3  # each generator has a seed of its own
-    found = transform(None)
-    OwnsGenerators.of_class.manual_seed(1)
-    assert torch.equal(found, untouched(None))
-
-
-def test_the_search_for_generators_ends():
-    parts = [list(range(100_000)), random.SystemRandom()]
-    parts.append(parts)
-    assert own_generators(functools.partial(draws_from, parts)) == []
-
-
-def test_an_item_is_seeded_without_the_generators_of_gpus(monkeypatch):
-    """Asking for these takes longer than an image; transforms run on the CPU."""
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda *_: pytest.fail("seeds GPUs"))
-    before = torch.get_rng_state()
-    with seeded_item(SeededIndex(0, seed=5)):
-        drawn = torch.rand(3)
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(data.train_set[int(index)]["images"], first)  # in evaluation, an index has no seed

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval.datamodules import ImageFolder
-from tests.datamodules.pictures import TINY
-from tests.datamodules.trees_more import write_folders
+from tests.datamodules.trees_more import QUICK, write_folders
 from tests.quiet_trainer import quiet_trainer
 
 FLAGS = {"max_epochs": 2, "limit_val_batches": 0}
@@ -17,6 +16,8 @@ FLAGS = {"max_epochs": 2, "limit_val_batches": 0}
 
 class Recorder(pl.LightningModule):
     """Records the ids of its batches."""
+
+    tested = False
 
     def __init__(self):
         super().__init__()
@@ -30,6 +31,9 @@ class Recorder(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         pass
 
+    def test_step(self, batch, batch_idx):
+        self.tested = True
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -41,22 +45,23 @@ def root(tmp_path):
     return tmp_path / "photos"
 
 
-def settings(**others):
-    return {"train_transform": TINY, "eval_transform": TINY, "classes_per_batch": 2, "samples_per_class": 2, **others}
-
-
-def checkpoint_of_one_epoch(root, path, **others):
+@pytest.fixture
+def checkpoint(root, tmp_path):
+    """The checkpoint of one epoch."""
     trainer = quiet_trainer(**{**FLAGS, "max_epochs": 1})
-    trainer.fit(Recorder(), datamodule=ImageFolder(root, **settings(**others)))
-    trainer.save_checkpoint(path)
-    return path
+    trainer.fit(Recorder(), datamodule=ImageFolder(root, **QUICK))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    return tmp_path / "one.ckpt"
 
 
 def continued(root, checkpoint, **others):
     module = Recorder()
-    data = ImageFolder(root, **settings(**others))
-    quiet_trainer(**FLAGS).fit(module, datamodule=data, ckpt_path=checkpoint)
+    quiet_trainer(**FLAGS).fit(module, datamodule=ImageFolder(root, **QUICK, **others), ckpt_path=checkpoint)
     return module.batches
+
+
+def first_training_class(root):
+    return root / next(iter(ImageFolder(root, **QUICK).splits["train"].names))
 
 
 def add_an_image(root):
@@ -69,12 +74,7 @@ def rename_an_image(root):
     file.rename(file.with_stem("renamed"))
 
 
-def first_training_class(root):
-    return root / next(iter(ImageFolder(root, **settings()).splits["train"].names))
-
-
-def test_a_run_continues_with_the_same_list_elsewhere(root, tmp_path):
-    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+def test_a_run_continues_with_the_same_list_elsewhere(root, checkpoint, tmp_path):
     expected = continued(root, checkpoint)
     assert len(expected) > 0
     root.rename(tmp_path / "moved")
@@ -82,43 +82,27 @@ def test_a_run_continues_with_the_same_list_elsewhere(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "others", "found"),
-    [
-        (add_an_image, {}, "got 13 instead of 12"),
-        (rename_an_image, {}, "got as many, 12, with other"),
-        (lambda root: None, {"split_seed": 1}, "got as many, 12, with other"),
-    ],
+    ("change", "others"), [(add_an_image, {}), (rename_an_image, {}), (lambda root: None, {"split_seed": 1})]
 )
-def test_a_run_does_not_continue_with_another_list(root, tmp_path, change, others, found):
-    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+def test_a_run_does_not_continue_with_another_list(root, checkpoint, change, others):
     change(root)
-    with pytest.raises(ValueError, match=f"^ImageFolder: a run must continue with the training images .*, {found}"):
+    with pytest.raises(ValueError, match=r"^ImageFolder: .* continue with the training images"):
         continued(root, checkpoint, **others)
 
 
-def test_a_checkpoint_may_be_tested_on_other_images(root, tmp_path):
-    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+def test_a_checkpoint_may_be_tested_on_other_images(root, checkpoint, tmp_path):
     add_an_image(root)
-    data = ImageFolder(root, **settings())
-    trainer = quiet_trainer(**{**FLAGS, "limit_val_batches": 1})
-    module = WithTest()
-    trainer.test(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    trainer, module = quiet_trainer(**{**FLAGS, "limit_val_batches": 1}), Recorder()
+    trainer.test(module, datamodule=ImageFolder(root, **QUICK), ckpt_path=checkpoint, verbose=False)
     assert module.tested
     trainer.save_checkpoint(tmp_path / "of test.ckpt")  # has no training images to compare
-
-
-class WithTest(Recorder):
-    tested = False
-
-    def test_step(self, batch, batch_idx):
-        self.tested = True
 
 
 def messages_of_rank(rank, world_size, roots, checkpoint):
     """The errors of runs in which rank 1 has the folder of rank 0, another one, or none; all processes get past it."""
     found = []
     for root in (roots[0], roots[rank], f"{roots[0]}/missing" if rank == 1 else roots[0]):
-        data = ImageFolder(root, **settings())
+        data = ImageFolder(root, **QUICK)
         trainer = quiet_trainer(**FLAGS, strategy="ddp", devices=world_size)
         try:
             trainer.fit(Recorder(), datamodule=data, ckpt_path=checkpoint)
@@ -129,23 +113,22 @@ def messages_of_rank(rank, world_size, roots, checkpoint):
 
 
 @pytest.mark.slow
-def test_all_processes_raise_if_the_list_changed_differs_or_cannot_be_read(root, tmp_path, run_processes):
-    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+def test_all_processes_raise_if_the_list_changed_differs_or_cannot_be_read(root, checkpoint, tmp_path, run_processes):
     shutil.copytree(root, tmp_path / "copy")
     add_an_image(root)
-    roots = [str(root), str(tmp_path / "copy")]
-    first, second = run_processes(messages_of_rank, 2, roots, str(checkpoint), backend=None)
+    first, second = run_processes(
+        messages_of_rank, 2, [str(root), str(tmp_path / "copy")], str(checkpoint), backend=None
+    )
     assert first == second
     changed, differ, missing = first
-    assert "must continue with the training images that it began with, got 13 instead of 12" in changed
-    assert differ.startswith("ImageFolder: all processes must have the same images with the same labels, got another")
+    assert "continue with the training images" in changed
     assert "'train' on rank 1 (12 images) than on rank 0 (13 images)" in differ
-    assert missing.startswith("ImageFolder: `root` must be a folder of class folders, got ")
+    assert missing.startswith("ImageFolder: `root` ")
 
 
 def error_of_rank_0(rank, world_size, root):
     """What a Trainer calls in two processes, of which only the first prepares the data, and cannot read them."""
-    data = ImageFolder(f"{root}/missing" if rank == 0 else root, **settings())
+    data = ImageFolder(f"{root}/missing" if rank == 0 else root, **QUICK)
     data.trainer = quiet_trainer(**FLAGS)
     if rank == 0:
         data.prepare_data()
@@ -157,4 +140,4 @@ def error_of_rank_0(rank, world_size, root):
 def test_no_process_waits_for_one_that_cannot_prepare_the_data(root, run_processes):
     first, second = run_processes(error_of_rank_0, 2, str(root), timeout=60)
     assert first == second
-    assert first.startswith("ImageFolder: `root` must be a folder of class folders, got ")
+    assert first.startswith("ImageFolder: `root` ")

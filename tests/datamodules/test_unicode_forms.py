@@ -79,18 +79,3 @@ def test_captions_in_one_form_are_matched_with_folders_in_another(tmp_path):
     pairs = Pairs(texts, ImageFolder(tmp_path / "photos"))
     assert sorted(pairs.train_set.labels.tolist()) == [0, 0, 1, 1]
     assert sorted(pairs.test_set.labels.tolist()) == [0, 0, 1, 1]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("form", ["NFC", "NFD"])
-def test_a_file_whose_name_has_another_form_gets_its_sentence(form, tmp_path):
-    other = {"NFC": "NFD", "NFD": "NFC"}[form]
-    lines = ["image,label"]
-    for number in range(4):
-        write_image(tmp_path / f"{in_form(form, number)}.jpg")
-        lines.append(f"{in_form(other, number)}.jpg,{number // 2}")
-    (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
-    if (tmp_path / f"{in_form(other, 0)}.jpg").exists():
-        pytest.skip("the file system takes both forms for one name")
-    with pytest.raises(FileNotFoundError, match=f"; write its name in the Unicode form {form}, in which there is"):
-        ImageTable(tmp_path, "a.csv").train_set[0]
