@@ -16,7 +16,6 @@ from tests.quiet_trainer import quiet_trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 ROWS = 10
-CHUNKS = [None, 3, 7]  # of ten rows: one chunk, 3 + 3 + 3 + 1, 7 + 3
 
 
 def net(dropout: float = 0.0) -> nn.Sequential:
