@@ -21,7 +21,20 @@ from tests.lightning_retrieval.search.commands.glyph_commands import run
 
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
-COMMANDS = ["check", "adapt", "embed", "export", "index", "report", "search", "demo", "completion", "env", "shrink"]
+COMMANDS = [
+    "check",
+    "adapt",
+    "embed",
+    "export",
+    "index",
+    "report",
+    "search",
+    "demo",
+    "completion",
+    "env",
+    "example",
+    "shrink",
+]
 
 # Runs each command line, and prints its exit code, what it wrote and whether torch was imported.
 RUN_EACH = """

@@ -5,16 +5,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter
-from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet
-from lightning_retrieval.datamodules.pairs import PairSet
+from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees_more import SMALL, write_folders
-from tests.point_set import Points
 
 IMAGES = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
 LABELLED = TensorDataset(IMAGES, torch.tensor([3, 3, 5, 5, -1, 7, 7, 8, 8, 8]), torch.arange(10))
@@ -55,15 +53,6 @@ def test_files_hold_what_predict_step_returns(tmp_path, batch_size):
     assert [label for shard in shards for label in shard.labels] == ["3", "3", "5", "5", None, "7", "7", "8", "8", "8"]
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("names", [["a", "b\udce9"], ["a", "b"]])
-def test_names_that_parquet_files_cannot_hold_are_named_before_the_first_batch(tmp_path, names):
-    """The name of a file, or that of its class."""
-    images = ImageSet(ImageIndex(["a/1.png", "b/caf\udce9.png"], [0, 1], names=names), tmp_path, SMALL)
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: the paths and labels of images must be valid Unicode"):
-        predict(tmp_path / "e", DataLoader(images), module=new_module(3 * 16 * 16), file_format="parquet")
-
-
 def test_ids_need_not_be_positions(tmp_path):
     predict(tmp_path / "e", DataLoader(Subset(LABELLED, [9, 2, 5, 7, 8]), batch_size=3))
     assert ids_of(tmp_path / "e") == [[9, 2, 5, 7], [8]]
@@ -82,22 +71,6 @@ def test_the_last_images_are_written_with_drop_last_too(tmp_path):
     """Which Lightning ignores in a prediction."""
     predict(tmp_path / "e", DataLoader(IMAGES, batch_size=4, drop_last=True))
     assert ids_of(tmp_path / "e") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-@pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:Your `predict_dataloader`'s sampler has shuffling enabled")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"shuffle": True},
-        {"sampler": SubsetRandomSampler(range(5))},
-        {"sampler": [4, 2, 7]},
-        {"sampler": WeightedRandomSampler(torch.ones(10), 10)},
-    ],
-)
-def test_images_that_a_sampler_chooses_need_ids(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `predict_step` must return `ids`, .* got none; let the"):
-        predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3, **settings))
 
 
 def test_each_prediction_set_has_a_folder(tmp_path):
@@ -161,53 +134,6 @@ def test_the_manifest_names_the_checkpoint(tmp_path):
     assert manifest.about["checkpoint"] == str(tmp_path / "model.ckpt")
 
 
-@pytest.mark.refusal
-def test_mistakes_raise_one_sentence(tmp_path):
-    predict(tmp_path / "e")
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must .* holds embeddings of another model;"):
-        predict(tmp_path / "e", module=new_module(seed=1))
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` .* another list of images \(10 then, 5 no"):
-        predict(tmp_path / "e", DataLoader(Subset(LABELLED, range(5)), batch_size=3))
-    module = new_module()
-    module.predict_step = lambda batch, batch_idx: batch[0]
-    with pytest.raises(TypeError, match=r"^EmbeddingWriter: `predict_step` must return a dict .*, got Tensor\.$"):
-        predict(tmp_path / "g", module=module)
-    two_sides = PairSet(Points(0, 4), Points(1, 4))
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: a prediction set must have one side, .* predict with the"):
-        predict(tmp_path / "g", DataLoader(two_sides, batch_size=3, collate_fn=two_sides.collate))
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must be a new folder, .* something else; give"):
-        predict(tmp_path)
-
-
-@pytest.mark.refusal
-def test_images_in_another_order_raise_before_a_file_is_written(tmp_path):
-    write_folders(tmp_path / "images", ["a", "b", "c", "d"], images=3)
-    data = ImageFolder(tmp_path / "images", test_fraction=0.5, train_transform=SMALL, eval_transform=SMALL)
-    module = new_module(3 * 16 * 16)
-    for order, got in (([3, 4, 5, 0, 1, 2], "3 instead of 0"), ([0, 1, 3, 2, 4, 5], "3 instead of 2")):
-        loader = DataLoader(data.test_set, batch_size=1, sampler=order, collate_fn=data.test_set.collate)
-        with pytest.raises(ValueError, match=rf"^EmbeddingWriter: images must come in the order .*, got {got}; use a"):
-            predict(tmp_path / "e", loader, module, shard_size=3)
-        assert not list((tmp_path / "e").glob("*.npy"))
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("embeddings", "labels", "what"),
-    [
-        (torch.zeros(3), None, r"`embeddings` must have shape \(images, dim\), got \(3,\)\.$"),
-        (torch.zeros(3, 6), torch.zeros(2), r"`labels` must have one entry for each row of .* \(3, 6\), got \(2,\)"),
-        (torch.full((3, 6), 1e5), None, "`dtype` must be a type that .* got float16 for numbers u"),
-    ],
-)
-def test_predictions_that_do_not_fit_raise(tmp_path, embeddings, labels, what):
-    module = new_module()
-    module.predict_step = lambda batch, batch_idx: {"embeddings": embeddings, "labels": labels}
-    with pytest.raises(ValueError, match=rf"^EmbeddingWriter: {what}"):
-        predict(tmp_path / "e", module=module, dtype="float16")
-
-
 def predict_in_processes(rank, world_size, folder):
     """Predict in all processes; what each one has seen, and the error for a loader that is not in order."""
     module, seen = new_module(), []
@@ -220,7 +146,7 @@ def predict_in_processes(rank, world_size, folder):
     module.predict_step = recorded
     settings = {"devices": world_size, "strategy": "ddp"}
     predict(folder / "e", module=module, trainer_settings=settings)
-    with pytest.raises(ValueError, match="with several processes, the loader") as error:
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: ") as error:
         predict(folder / "f", DataLoader(LABELLED, sampler=[1, 0]), trainer_settings=settings)
     predict(folder / "e", module=module, trainer_settings=settings)  # nothing is missing
     return seen, str(error.value)
@@ -247,10 +173,6 @@ def test_embeddings_in_half_precision_take_half_of_the_space(tmp_path):
     found = np.concatenate([np.load(tmp_path / "e" / f"part-0000{number}.npy") for number in range(3)])
     assert found.dtype == np.float16
     np.testing.assert_array_equal(found, expected)
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must .* with dtype=float16, not float32; give"):
-        predict(tmp_path / "e")
-    with pytest.raises(ValueError, match=r" with precision=32-true, not bf16-mixed; give"):
-        predict(tmp_path / "e", dtype="float16", trainer_settings={"precision": "bf16-mixed"})
 
 
 def test_a_trainer_predicts_again(tmp_path):

@@ -2,17 +2,25 @@
 
 import functools
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.callbacks import EmbeddingWriter
+from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.export.program import EmbeddingProgram, export_program
+from tests.datamodules.trees_more import SMALL
+from tests.lightning_retrieval.search.test_embedding_writer import IMAGES, LABELLED, new_module, predict
+from tests.point_set import Points
 from tests.refusals import refusal_test
 
 TWO = torch.eye(2, 4)
@@ -70,6 +78,39 @@ def locked(tmp_path):
     with (tmp_path / "a.db" / "LOCK").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield str(tmp_path / "a.db")
+
+
+def predict_again(data=LABELLED, **settings):
+    predict("e")
+    predict("e", DataLoader(data, batch_size=3), **settings)
+
+
+def predict_beside(name):
+    Path(name).touch()
+    predict(".")
+
+
+def returning(output):
+    """A module whose predictions are this object."""
+    module = new_module()
+    module.predict_step = lambda batch, batch_idx: output
+    return module
+
+
+def in_another_order():
+    images = ImageSet(ImageIndex(["a.png", "b.png"], [0, 1], names=["a", "b"]), ".", SMALL)
+    for path in images.index.paths:
+        Image.new("RGB", (16, 16)).save(path)
+    return DataLoader(images, sampler=[1, 0], collate_fn=images.collate)
+
+
+def two_sides():
+    sides = PairSet(Points(0, 4), Points(1, 4))
+    return DataLoader(sides, batch_size=3, collate_fn=sides.collate)
+
+
+def strange_names():
+    return DataLoader(ImageSet(ImageIndex(["a/caf\udce9.png"], [0], names=["a"]), ".", SMALL))
 
 
 class DependsOnData(nn.Module):
@@ -162,6 +203,27 @@ TABLE = {
         (lambda store: store.remove(torch.tensor([0, 7])), InvalidValue, "ids"),
     ],
     "EmbeddingWriter": [
+        (lambda: predict_again(module=new_module(seed=1)), InvalidValue, "output", "another model"),
+        (lambda: predict_again(Subset(LABELLED, range(5))), InvalidValue, "output", "another list"),
+        (lambda: predict_again(dtype="float16"), InvalidValue, "output", "dtype=float32"),
+        (lambda: predict_again(trainer_settings={"precision": "bf16-mixed"}), InvalidValue, "output", "precision"),
+        (lambda: predict_beside("notes.txt"), InvalidValue, "output"),
+        (lambda: predict("e", module=returning(torch.zeros(3, 4))), InvalidType, "predict_step"),
+        (lambda: predict("e", module=returning({"embeddings": torch.zeros(3)})), InvalidValue, "embeddings"),
+        (
+            lambda: predict("e", module=returning({"embeddings": torch.zeros(3, 6), "labels": torch.zeros(2)})),
+            InvalidValue,
+            "labels",
+        ),
+        (
+            lambda: predict("e", module=returning({"embeddings": torch.full((3, 6), 1e5)}), dtype="float16"),
+            InvalidValue,
+            "dtype",
+        ),
+        (lambda: predict("e", DataLoader(IMAGES, sampler=[4, 2, 7])), InvalidValue, "predict_step"),
+        (lambda: predict("e", in_another_order(), new_module(768)), InvalidValue, ""),
+        (lambda: predict("e", two_sides()), InvalidValue, ""),
+        (lambda: predict("e", strange_names(), new_module(768), file_format="parquet"), InvalidValue, ""),
         (lambda: EmbeddingWriter("e", file_format="csv"), InvalidValue, "file_format"),
         (lambda: EmbeddingWriter("e", shard_size=0), InvalidValue, "shard_size"),
         (lambda: EmbeddingWriter("e", dtype="int8"), InvalidValue, "dtype"),
