@@ -170,12 +170,6 @@ def test_texts_and_images_are_embedded_as_queries(folder, tmp_path, capsys):
         torch.testing.assert_close(rows, module.embed_queries(torch.stack(images)))
 
 
-def test_embeddings_of_queries_are_not_indexed(folder, tmp_path, capsys):
-    embedded_queries(folder, tmp_path, capsys, "images", folder / "images")
-    code, _, error = run(capsys, "index", f"--embeddings={tmp_path / 'images'}", f"--output={tmp_path / 'index'}")
-    assert (code, "`--embeddings`" in error) == (2, True)
-
-
 def of_queries(settings):
     return settings["sides"]["init_args"]["query_embedder"]
 
