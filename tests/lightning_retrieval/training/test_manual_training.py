@@ -1,19 +1,16 @@
 """What Lightning leaves to a module: clipping, schedulers, results of a step, and layers that callbacks unfreeze."""
 
 import functools
-import os
-from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates, chunked_backward
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import PKSampler
 from tests.lightning_retrieval.training.small_training import (
@@ -24,9 +21,9 @@ from tests.lightning_retrieval.training.small_training import (
     batches,
     fit,
     net,
+    train_plainly,
     trainer,
 )
-from tests.quiet_trainer import quiet_trainer
 
 
 def module_with(**settings):
@@ -34,42 +31,26 @@ def module_with(**settings):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("items", ["tensors", "numbers"])
-def test_a_sampler_of_batches_is_not_taken_for_one_of_images(items):
+def test_a_sampler_of_batches_is_not_taken_for_one_of_images():
     """A TensorDataset would give a whole batch for each item, which torch would then stack."""
     labels = torch.arange(20) // 4
     dataset = TensorDataset(torch.randn(20, 6).double(), labels)
-    if items == "numbers":
-        dataset = [(row, label) for row, label in zip(*dataset.tensors)]
     sampler = PKSampler(labels, classes_per_batch=2, samples_per_class=2)
     for loaders in (DataLoader(dataset, sampler=sampler, batch_size=2), [DataLoader(dataset, sampler=sampler)]):
-        with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler` of a DataLoader"):
+        with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler`"):
             trainer(max_epochs=1).fit(module_with(), loaders)
     trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
-    if items == "tensors":  # each item is a whole batch, which is not stacked
-        trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, sampler=sampler, batch_size=None))
+    trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, sampler=sampler, batch_size=None))
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradients_are_clipped(algorithm):
-    plain = net()
-    for images, labels in batches():
-        plain.zero_grad()
-        SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
-        if algorithm == "norm":
-            assert nn.utils.clip_grad_norm_(plain.parameters(), 0.01) > 0.02
-        else:
-            nn.utils.clip_grad_value_(plain.parameters(), 0.01)
-        torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    module = module_with(chunk_size=3, updates=Updates(gradient_clip_val=0.01, gradient_clip_algorithm=algorithm))
-    fit(module, batches())
-    assert_same(module.embedder, plain)
+def scaled():
+    """Half precision with a loss scale, on a CPU; a scale that is too large at first skips a step."""
+    return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))}
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", [lambda: {"precision": "bf16-mixed"}, scaled], ids=["bf16", "scaled float16"])
 def test_clipping_sees_unscaled_gradients(precision):
     """Plain SGD with rate 1 moves the weights by the clipped gradient, so by just the largest norm."""
-    on_gpu = precision == "16-mixed"  # float16 autocast with a loss scale needs one
     module = RetrievalModule(
         net().float(),
         SmoothAPLoss(tau=0.1),
@@ -88,9 +69,10 @@ def test_clipping_sees_unscaled_gradients(precision):
             moved.append(torch.cat(moves).norm().item())
 
     data = [(images.float(), labels) for images, labels in batches(8)]
-    fit(module, data, precision=precision, accelerator="gpu" if on_gpu else "cpu", callbacks=[Moves()])
-    stepped = [m for m in moved if m > 0]  # a loss scale that is too large at first skips a step
-    assert len(stepped) == 8 if precision != "16-mixed" else len(stepped) > 0
+    fit(module, data, callbacks=[Moves()], **precision())
+    stepped = [m for m in moved if m > 0]
+    assert len(moved) == 8
+    assert len(stepped) == 8 if precision is not scaled else 0 < len(stepped) < 8
     assert stepped == pytest.approx([0.01] * len(stepped), rel=1e-4)
 
 
@@ -117,8 +99,7 @@ class WithExtraLoss(RetrievalModule):
 )
 def test_a_returned_loss_with_a_graph_raises_at_the_first_step(returned):
     module = WithExtraLoss(net(), SmoothAPLoss(), returned)
-    message = r"^WithExtraLoss: `training_step` must not return .*grad_fn=.*make it a term of `loss`, WeightedSum\("
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="`training_step` must not return"):
         fit(module, batches())
     assert module.trainer.global_step == 1
 
@@ -146,6 +127,32 @@ def test_a_subclass_in_automatic_optimization_returns_its_loss():
     module.automatic_optimization = True
     fit(module, batches())
     assert not torch.equal(module.embedder[0].weight, net()[0].weight)
+
+
+class OwnStep(pl.LightningModule):
+    """A module of a user with chunks, as docs/own-module.md shows it."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.embedder, self.loss = net(), SmoothAPLoss(tau=0.1)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        self.optimizers().zero_grad()
+        chunked_backward(self.embedder, images, lambda x: self.loss(x, labels), 3, backward=self.manual_backward)
+        self.optimizers().step()
+
+
+def test_a_step_of_one_s_own_takes_chunks():
+    module, plain = OwnStep(), net()
+    train_plainly(plain, SGD(plain.parameters()), batches())
+    fit(module, batches())
+    assert_same(module.embedder, plain)
 
 
 class OtherManualModule(pl.LightningModule):
@@ -184,31 +191,6 @@ class OwnOptimizers(RetrievalModule):
             "frequency": self.lr_scheduler_frequency,
         }
         return [optimizer], [scheduler]
-
-
-@pytest.mark.gpu
-def test_ddp_holds_no_copy_of_the_gradients():
-    """Its wrapper has space for all of them, which a step would not use."""
-    allocated = []
-
-    class Allocated(pl.Callback):
-        def on_train_start(self, *_):
-            allocated.append(torch.cuda.memory_allocated())
-
-        def on_before_optimizer_step(self, *_):
-            allocated.append(torch.cuda.memory_allocated())
-
-    network = nn.Linear(1 << 10, 1 << 13)  # 32 MiB
-    data = DataLoader([(torch.randn(4, 1 << 10), torch.tensor([0, 0, 1, 1]))], batch_size=None)
-    ddp = DDPStrategy(process_group_backend="gloo")
-    before = torch.cuda.memory_allocated()
-    with mock.patch.dict(os.environ):
-        trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=ddp, max_steps=1, callbacks=[Allocated()])
-        trainer.fit(RetrievalModule(network, SmoothAPLoss()), data)
-    dist.destroy_process_group()
-    at_start, after_backward = ((found - before) / 2**20 for found in allocated)
-    assert 32 <= at_start < 40
-    assert 64 <= after_backward < 72
 
 
 @pytest.mark.parametrize(
@@ -257,7 +239,7 @@ class PlateauByHand(RetrievalModule):
 
 @pytest.mark.parametrize(
     ("kind", "monitor"),
-    [(RetrievalModule, "val/R@1"), (RetrievalModule, "train/loss"), (PlateauByHand, "val/mAP")],
+    [(RetrievalModule, "train/loss"), (PlateauByHand, "val/mAP")],
 )
 def test_plateau_looks_at_its_monitor(kind, monitor):
     """Nothing is ten times better than the first value, so each later epoch halves the rate."""
@@ -318,7 +300,7 @@ def test_plateau_looks_at_the_metric_that_configure_optimizers_names(form):
 def test_plateau_looks_only_at_validations_that_come(flags, steps):
     """Validations that are not at the end of an epoch: the interval 'epoch' raises, 'step' steps after each."""
     settings = {"max_epochs": 2, **VALIDATED, **flags}
-    with pytest.raises(ValueError, match=r"^RetrievalModule: ReduceLROnPlateau .* val_check_interval=.*'step'"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         fit(module_with(lr_scheduler=HALVE), batches(3), batches(2), **settings)
     run = fit(module_with(lr_scheduler=HALVE, lr_scheduler_interval="step"), batches(3), batches(2), **settings)
     assert run.optimizers[0].param_groups[0]["lr"] == 0.5 * 0.5 ** (steps - 1)
@@ -331,21 +313,18 @@ def test_plateau_needs_a_validation_in_some_epochs_only():
 
 
 @pytest.mark.refusal
-def test_a_missing_monitor_raises():
-    module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
-    with pytest.raises(ValueError, match=r"`lr_scheduler_monitor`, got 'val/map', which was not logged; .*'val/mAP'"):
-        fit(module, batches(1), batches(1), **VALIDATED)
+def test_a_metric_that_was_not_logged_raises():
+    """That of the module, and that of a `configure_optimizers` of one's own."""
 
-
-@pytest.mark.refusal
-def test_a_missing_metric_of_configure_optimizers_raises():
     class Misspelt(RetrievalModule):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": HALVE(optimizer), "monitor": "val/map"}}
 
-    with pytest.raises(ValueError, match=r"ReduceLROnPlateau needs `monitor`, got 'val/map', which was not logged"):
-        fit(Misspelt(net(), SmoothAPLoss()), batches(1), batches(1), **VALIDATED)
+    module = module_with(lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
+    for wrong in (module, Misspelt(net(), SmoothAPLoss())):
+        with pytest.raises(ValueError, match="'val/map', which was not logged"):
+            fit(wrong, batches(1), batches(1), **VALIDATED)
 
 
 def with_batch_norm():
