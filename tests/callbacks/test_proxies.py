@@ -8,7 +8,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_metric_learning import losses as pml
 from sklearn.neighbors import NearestCentroid
 from torch import nn
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import ProxiesAtClassMeans
-from lightning_retrieval.callbacks.proxies import BATCH
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.losses import WeightedSum
@@ -297,10 +295,6 @@ def test_labels_of_a_data_set_that_are_no_integers_for_each_image_do_not_count(l
     loader = DataLoader(Labelled(labels_of_all), batch_size=9)
     _, state = fit(loss_of("ArcFaceLoss"), loader, ProxiesAtClassMeans())
     torch.testing.assert_close(proxies_of("ArcFaceLoss", state), centroids(Points(3)), check_dtype=False)
-    with pytest.raises(
-        ValueError, match=r"^ProxiesAtClassMeans: `images_per_class` needs .* got Labelled; leave it out"
-    ):
-        fit(loss_of("ArcFaceLoss"), loader, ProxiesAtClassMeans(images_per_class=2))
 
 
 def test_images_of_the_fit_count_and_not_those_of_an_earlier_call():
@@ -315,8 +309,7 @@ def test_images_of_the_fit_count_and_not_those_of_an_earlier_call():
 def test_a_class_without_images_keeps_its_proxies_with_a_warning():
     name, points = "SubCenterArcFaceLoss", Points(3)
     points.labels[points.labels == 2] = 8
-    words = rf"^{name}: 2 of 9 classes have no training image, so their proxies do not begin at class means; give the"
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match="2 of 9 classes have no training image"):
         _, state = fit(loss_of(name, num_classes=9), points, ProxiesAtClassMeans())
     before = proxies_of(name, {"loss.W": loss_of(name, num_classes=9).W})
     kept = [2 * 3, 2 * 3 + 1, 2 * 3 + 2, 7 * 3, 7 * 3 + 1, 7 * 3 + 2]
@@ -324,90 +317,7 @@ def test_a_class_without_images_keeps_its_proxies_with_a_warning():
     assert changed == [number for number in range(27) if number not in kept]
 
 
-class Unlabelled(torch.utils.data.Dataset):
-    """Points whose labels are known only when they are read."""
-
-    def __init__(self, points):
-        self.points = points
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitem__(self, index):
-        return self.points[index]
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Points in a stream, with a length."""
-
-    def __len__(self):
-        return 27
-
-    def __iter__(self):
-        points = Points(3)
-        return (points[index] for index in range(len(points)))
-
-
-def not_finite():
-    points = Points(3)
-    points.images[5] = float("nan")
-    return points
-
-
-@pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
-@pytest.mark.parametrize(
-    ("loss", "points", "settings", "sentence"),
-    [
-        (
-            SmoothAPLoss(),
-            Points(3),
-            {},
-            "`loss` must be a loss of pytorch-metric-learning with .* got SmoothAPLoss; def",
-        ),
-        (nn.CosineEmbeddingLoss(), Points(3), {}, "`loss` must be .* `begin_at.* got CosineEmbeddingLoss; define"),
-        (pml.MarginLoss(num_classes=7, learn_beta=True), Points(3), {}, "`loss` must be .* got MarginLoss; define"),
-        (loss_of("ArcFaceLoss", num_classes=4), Points(3), {}, "`labels` must be from 0 to 3, .*got 0 to 6; number"),
-        (
-            loss_of("ProxyNCALoss", num_classes=4),
-            DataLoader(Unlabelled(Points(3))),
-            {},
-            "`labels` must be from 0 to 3, .*got 0 to 6; number",
-        ),
-        (
-            loss_of("ArcFaceLoss"),
-            DataLoader(Unlabelled(Points(3))),
-            {"images_per_class": 2},
-            "`images_per_class` needs a data set with `labels`.* got Unlabelled; leave it out",
-        ),
-        (
-            loss_of("ArcFaceLoss"),
-            DataLoader([{"images": torch.ones(4, 6), "labels": torch.tensor([0, 0, 1, 1])}], batch_size=None),
-            {},
-            "the training images must be known, .* got DataLoader; pass",
-        ),
-        (loss_of("ArcFaceLoss"), DataLoader(Stream(), 9), {}, "the training images must be known, .* got Stream; pass"),
-        (loss_of("ArcFaceLoss"), not_finite(), {}, "embeddings must be finite, got NaN or inf"),
-    ],
-)
-def test_what_cannot_begin_raises(loss, points, settings, sentence):
-    with pytest.raises(ValueError, match=f"^ProxiesAtClassMeans: {sentence}"):
-        fit(loss, points, ProxiesAtClassMeans(**settings))
-
-
-@pytest.mark.refusal
-def test_proxies_of_another_dimension_raise():
-    with pytest.raises(ValueError, match=r"^SoftTripleLoss: `embedding_size` must be .*the embeddings, 5, got 6"):
-        fit(loss_of("SoftTripleLoss", embedding_size=6), Points(3), ProxiesAtClassMeans())
-
-
-@pytest.mark.refusal
-def test_other_modules_raise():
-    with pytest.raises(ValueError, match=r"^ProxiesAtClassMeans: needs a RetrievalModule, got BoringModel"):
-        quiet_trainer(max_steps=1, callbacks=[ProxiesAtClassMeans()]).fit(BoringModel())
-
-
-MANY = 2 * BATCH + 9  # three batches: one process embeds two of them, and the other one
+MANY = 137  # images, which two processes embed in unequal parts
 
 
 def begin_on_rank(rank, world_size):
