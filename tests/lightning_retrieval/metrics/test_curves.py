@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.metrics import precision_recall_curve
 
-from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
+from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
-from tests.lightning_retrieval.metrics.helpers import IDS, filled, lists, points
+from tests.lightning_retrieval.blocks import small_blocks
+from tests.lightning_retrieval.metrics.helpers import IDS, filled, lists, numbers, points
 
 
 @pytest.mark.parametrize("kind", ["all", "queries apart"])
@@ -75,10 +75,10 @@ def test_pairs_of_one_label_and_camera_are_not_counted():
 
 
 @pytest.mark.parametrize("kind", ["all", "queries apart"])
-def test_every_pair_is_counted_once(kind, monkeypatch):
-    monkeypatch.setattr("lightning_retrieval.metrics.curves._BLOCK_GALLERY", 100)
+def test_every_pair_is_counted_once(kind):
     bins = 20
-    counts = pair_counts(filled(kind), bins)
+    with small_blocks():
+        counts = pair_counts(filled(kind), bins)
     expected = np.zeros((2, bins), dtype=int)
     near_an_edge = 0
     for scores, relevant in lists(kind):
@@ -90,56 +90,18 @@ def test_every_pair_is_counted_once(kind, monkeypatch):
     assert np.abs(counts.numpy() - expected).sum() <= 2 * near_an_edge
 
 
-def metrics_of(cls=RetrievalMetrics, **settings):
-    metrics = cls(ks=(1, 3), **settings)
-    metrics.update(torch.randn(40, 4), torch.arange(40) % 8, torch.arange(40))
-    return metrics
-
-
-def test_bars_of_one_result(tmp_path):
-    metrics = metrics_of(RandomGalleryMetrics)
-    figure, axes = metrics.plot()
-    assert (isinstance(figure, Figure), isinstance(axes, Axes)) == (True, True)
-    drawn = {text.get_text(): bar.get_height() for text, bar in zip(axes.get_xticklabels(), axes.patches, strict=True)}
-    expected = {name: value.item() for name, value in metrics.compute().items() if name != "skipped_queries"}
-    assert drawn == pytest.approx(expected)
-    assert axes.get_title() == "RandomGalleryMetrics"
-    figure.savefig(tmp_path / "bars.png")
-    assert (tmp_path / "bars.png").stat().st_size > 1000
-
-
-def test_lines_of_several_results_on_given_axes():
-    metrics = metrics_of()
-    first = metrics.compute()
+def test_bars_of_one_result_and_lines_of_several():
+    metrics = RetrievalMetrics(ks=(1, 3))
+    metrics.update(torch.randn(40, 4), torch.arange(40) % 8)
+    first = numbers(metrics.compute())
     second = {name: value / 2 for name, value in first.items()}
+    _, axes = metrics.plot()
+    drawn = {text.get_text(): bar.get_height() for text, bar in zip(axes.get_xticklabels(), axes.patches, strict=True)}
+    assert drawn == pytest.approx({name: value for name, value in first.items() if name != "skipped_queries"})
+
     own = Figure().subplots()
     figure, axes = metrics.plot([first, second], own)
     assert axes is own
     assert figure is own.get_figure()
     lines = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
-    assert lines["mAP"] == pytest.approx([first["mAP"].item(), first["mAP"].item() / 2])
-    assert "skipped_queries" not in lines
-    assert lines.keys() == first.keys() - {"skipped_queries"}
-
-
-def test_setups_of_revisited_sets():
-    metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]}, ks=(1,))
-    metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.tensor([2, 2, 2, 2, 1]))
-    _, axes = metrics.plot()
-    names = [text.get_text() for text in axes.get_xticklabels()]
-    assert names == ["mAP", "mAP/easy", "mP@1/easy", "mAP/medium", "mP@1/medium", "mAP/hard", "mP@1/hard"]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("val", "ax", "error", "sentence"),
-    [
-        (0.5, None, TypeError, r"`val` must be what compute returned, or a list of that, got 0\.5\."),
-        ([], None, TypeError, r"`val` must be what compute returned, or a list of that, got \[\]\."),
-        ([{"mAP": 0.5}, {"R@1": 0.5}], None, ValueError, r"results with the same names, got \['mAP'\] and \['R@1'\]"),
-        ({"mAP": 0.5}, "axes", TypeError, "`ax` must be an Axes of matplotlib, got str"),
-    ],
-)
-def test_invalid_arguments(val, ax, error, sentence):
-    with pytest.raises(error, match=f"^RetrievalMetrics: .*{sentence}"):
-        RetrievalMetrics().plot(val, ax)
+    assert lines == {name: pytest.approx([value, value / 2]) for name, value in first.items() if "skipped" not in name}

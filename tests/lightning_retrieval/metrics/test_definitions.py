@@ -179,7 +179,7 @@ def test_pytorch_metric_learning():
     assert found["MRR"] == pytest.approx(expected["mean_reciprocal_rank"], abs=1e-6)
 
 
-@settings(deadline=None, max_examples=24)
+@settings(deadline=None, max_examples=12)
 @given(
     roles=st.lists(st.integers(0, 3), max_size=25),
     cameras=st.none() | st.lists(st.integers(-(2**40), 2**40), min_size=3, max_size=3, unique=True),
@@ -268,7 +268,7 @@ def extra_by_loops(scores, relevant, candidate, divisor):
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     labels=st.lists(st.integers(-2, 3), min_size=2, max_size=25).filter(lambda labels: len(set(labels)) < len(labels)),
     divisor=st.sampled_from(["min(k, R)", "hits", "R"]),
@@ -287,10 +287,8 @@ def test_loops_of_extra_metrics_with_ties(labels, divisor):
     ("rows", "dim", "dtype"),
     [
         (6, 3, torch.float64),
-        (383, 512, torch.float32),
         (385, 37, torch.float32),
         (385, 128, torch.bfloat16),
-        (1000, 37, torch.float32),
     ],
 )
 def test_collapsed_model_scores_what_chance_would(rows, dim, dtype):

@@ -104,18 +104,23 @@ def test_golden_of_the_finest_level_and_graded_ndcg():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["ties", "no ties"])
+@pytest.mark.parametrize("kind", ["ties", "no ties", "cameras"])
 def test_loops(kind, depth):
-    x = quarters(60) if kind == "ties" else torch.randn(60, 5, dtype=torch.float64)
+    """Images of the query's finest label and camera are not in its list."""
+    x = quarters(60) if kind != "no ties" else torch.randn(60, 5, dtype=torch.float64)
     labels = random_levels(60, depth)
     labels[7] = 10_000  # shares no label with any other row
-    scores = (x @ x.T).tolist() if kind == "ties" else (normalize(x) @ normalize(x).T).tolist()
+    scores = (x @ x.T).tolist() if kind != "no ties" else (normalize(x) @ normalize(x).T).tolist()
     levels = (labels[:, None] == labels).sum(2).tolist()
-    candidate = (~torch.eye(60, dtype=torch.bool)).tolist()
+    candidate = ~torch.eye(60, dtype=torch.bool)
+    given = {}
+    if kind == "cameras":
+        cameras = given["cameras"] = torch.randint(0, 2, (60,))
+        candidate &= (labels[:, :1] != labels[:, 0]) | (cameras[:, None] != cameras)
     metrics = RetrievalMetrics(ks=(1,), alpha=1.5)
-    metrics.update(x, labels)
+    metrics.update(x, labels, **given)
     found = metrics.compute()
-    expected = by_loops(scores, levels, candidate, depth, 1.5)
+    expected = by_loops(scores, levels, candidate.tolist(), depth, 1.5)
     if depth == 1:
         assert not set(expected) & set(found)
         assert found["NDCG"].item() == pytest.approx(expected["NDCG-levels"], abs=1e-12)
@@ -150,6 +155,6 @@ def test_hap_of_queries_that_share_only_the_coarse_level_is_ap_of_that_level_for
     metrics, of_coarse = RetrievalMetrics(ks=(1,), alpha=alpha), RetrievalMetrics(ks=(1,))
     metrics.update(x, torch.stack([torch.arange(30), coarse], 1))
     of_coarse.update(x, coarse)
-    with pytest.warns(UserWarning, match="none of the 30 queries"):
+    with pytest.warns(UserWarning, match="RetrievalMetrics"):
         found = metrics.compute()
     assert found["H-AP"].item() == pytest.approx(of_coarse.compute()["mAP"].item(), abs=1e-12)

@@ -6,69 +6,62 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalMetrics, SharedTags
-from lightning_retrieval.metrics.intervals import bootstrap_intervals
 
 
-def clustered(classes, seed=0):
-    """Values of queries of classes of different sizes, and the class of each."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = 1 + torch.arange(classes) % 5
-    groups = torch.arange(classes).repeat_interleave(sizes)
-    means = torch.rand(classes, generator=generator)
-    values = (means[groups] + 0.1 * torch.randn(len(groups), generator=generator)).clamp(0, 1).double()
-    return values, groups
+def metrics_of(labels, noise=1.2, **settings):
+    """The metrics of noisy images of the labels, of which every image is a query."""
+    generator = torch.Generator().manual_seed(0)
+    fine = labels.reshape(len(labels), -1)[:, 0]
+    centres = torch.randn(int(fine.max()) + 1, 8, generator=generator)
+    metrics = RetrievalMetrics((1, 5), **settings)
+    metrics.update(centres[fine] + noise * torch.randn(len(fine), 8, generator=generator), labels)
+    return metrics
 
 
 def test_the_interval_is_that_of_a_loop_over_drawn_classes():
-    """A loop draws other classes, so the ends agree up to the noise of 1,000 draws."""
-    values, groups = clustered(40)
-    of_class = [values[groups == group].tolist() for group in range(40)]
+    """A loop draws other classes, so the ends agree up to the noise of 1,000 draws. Some queries have no positive."""
+    sizes = 1 + torch.arange(40) % 5
+    labels = torch.arange(40).repeat_interleave(sizes)
+    metrics = metrics_of(labels)
+    values = metrics.per_query()["AP"]
+    of_class = [values[labels == label].tolist() for label in range(40) if sizes[label] > 1]
     generator, means = random.Random(1), []
     for _ in range(4000):
-        drawn = [value for _ in range(40) for value in generator.choice(of_class)]
+        drawn = [value for _ in of_class for value in generator.choice(of_class)]
         means.append(sum(drawn) / len(drawn))
     means.sort()
-    low, high = bootstrap_intervals(values[None], 7 - 3 * groups)[0].tolist()
+    low, high = metrics.intervals()["mAP"]
     assert (low, high) == pytest.approx((means[100], means[-101]), abs=0.015)
-    assert low < float(values.mean()) < high
+    assert low < float(metrics.compute()["mAP"]) < high
 
 
 def test_classes_are_drawn_and_not_queries():
     """Values that are equal within a class are no more certain for many queries of a class."""
-    few, many = torch.arange(20), torch.arange(20).repeat_interleave(50)
-    value = (torch.arange(20) % 2).double()
-    of_few, of_many = (bootstrap_intervals(value[groups][None], groups) for groups in (few, many))
-    assert torch.equal(of_few, of_many)
-    assert float(of_few[0, 1] - of_few[0, 0]) > 0.3
-
-
-def test_queries_without_a_value_and_their_classes_do_not_count():
-    values, groups = clustered(12)
-    more = torch.cat([values, torch.full((5,), torch.nan, dtype=torch.float64)])
-    of_more = torch.cat([groups, torch.tensor([0, 0, 99, 99, 100])])
-    assert torch.equal(bootstrap_intervals(more[None], of_more), bootstrap_intervals(values[None], groups))
-    assert bootstrap_intervals(values[None], torch.zeros_like(groups)).isnan().all()
+    lengths = []
+    for images in (4, 40):  # of 20 classes, of which every second one is one and the same image
+        labels = torch.arange(20).repeat_interleave(images)
+        x = torch.eye(20)[torch.where(labels % 2 == 0, 0, labels)]
+        metrics = RetrievalMetrics((1,))
+        metrics.update(x, labels)
+        low, high = metrics.intervals()["R@1"]
+        lengths.append(high - low)
+    assert lengths[0] == lengths[1] > 0.3
 
 
 def test_a_metric_of_which_one_class_has_values_has_no_interval_whatever_the_others_have():
-    """As the AP at the finest level, if one label has two images and the coarser ones have more."""
-    of_one = torch.tensor([0.5, 0.7, torch.nan, torch.nan], dtype=torch.float64)
-    of_all = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    groups = torch.tensor([3, 3, 5, 7])
-    intervals = bootstrap_intervals(torch.stack([of_one, of_all, of_one * torch.nan]), groups)
-    assert intervals[[0, 2]].isnan().all()
-    assert torch.equal(intervals[1:2], bootstrap_intervals(of_all[None], groups))
+    """One finest label has two images, and the coarser ones have more."""
+    labels = torch.stack([torch.tensor([0, 0, *range(1, 19)]), torch.arange(20) // 4], 1)
+    intervals = metrics_of(labels).intervals()
+    assert all(end != end for end in intervals["mAP"])
+    low, high = intervals["mAP/level1"]
+    assert low < high
 
 
 @pytest.mark.parametrize(
     "labels", [torch.arange(60) // 4, torch.stack([torch.arange(60) // 2, torch.arange(60) // 6], 1)]
 )
 def test_each_mean_of_the_metrics_has_an_interval_around_it(labels):
-    generator = torch.Generator().manual_seed(0)
-    fine = labels.reshape(60, -1)[:, 0]
-    embeddings = torch.randn(30, 8, generator=generator)[fine] + 1.2 * torch.randn(60, 8, generator=generator)
-    metrics = RetrievalMetrics((1, 5), (5,), extra_metrics=("mINP", "MRR@3"), reverse=True)
-    metrics.update(embeddings, labels, roles=1 + torch.arange(60) % 2)
+    metrics = metrics_of(labels, map_ks=(5,), extra_metrics=("mINP", "MRR@3"), reverse=True)
     values, intervals = metrics.compute(), metrics.intervals()
     assert intervals.keys() == {name for name in values if "skipped" not in name}
     for name, (low, high) in intervals.items():
