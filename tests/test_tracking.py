@@ -1,15 +1,14 @@
-"""What a run logs, read back from the files of TensorBoard and CSV, and what its progress bar shows."""
+"""What a run logs, read back from the files of TensorBoard and CSV."""
 
 import csv
 import json
-from types import SimpleNamespace
+import time
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
@@ -59,39 +58,14 @@ def test_tensorboard_and_csv_contain_the_same(tmp_path, glyphs):
     assert events.Scalars("hp_metric")[-1].value == pytest.approx(float(trainer.checkpoint_callback.best_model_score))
 
 
-def test_progress_bar_shows_loss_ap_and_throughput(tmp_path, glyphs):
-    trainer = fit_glyphs(False, glyphs, tmp_path, epochs=1)
-    shown = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
-    assert {"train/loss", "train/AP", "train/images/s"} <= shown.keys()
-
-
 MEASURED = ("train/images/s", "train/loader_wait")  # values that differ between equal runs
 
 
-class Clock(pl.Callback):
-    """A clock that advances by a fixed time in each step and between epochs."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def on_train_batch_start(self, *arguments):
-        self.now += 0.2
-
-    def on_train_epoch_start(self, *arguments):
-        self.now += 100
-
-    on_validation_start = on_train_epoch_start
-
-
-class LoggedRetrieval(RetrievalModule):
-    """Notes the batches in which the throughput is logged."""
-
-    batches = ()
+class WithLog(RetrievalModule):
+    """Overrides `log`, so that it is called for each value."""
 
     def log(self, name, *arguments, **keywords):
         super().log(name, *arguments, **keywords)
-        if name == "train/images/s":
-            self.batches += (self.trainer.fit_loop.total_batch_idx + 1,)
 
 
 class Metrics(pl.Callback):
@@ -116,7 +90,7 @@ class Metrics(pl.Callback):
 
 def test_values_are_those_of_a_call_of_log_in_each_step(tmp_path, glyphs):
     found = []
-    for kind in (RetrievalModule, LoggedRetrieval):  # the second one overrides `log`, so it is called for each value
+    for kind in (RetrievalModule, WithLog):
         pl.seed_everything(0)
         metrics = Metrics()
         loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "calibration": (Before(0.5), CalibrationLoss())})
@@ -129,51 +103,28 @@ def test_values_are_those_of_a_call_of_log_in_each_step(tmp_path, glyphs):
     assert len({values.get("train/loss") for values in found[0]}) == 9  # None, and the loss of each step
 
 
-class LogsLossItself(RetrievalModule):
-    """Logs a value of its own under the name of the loss, with the mean of the epoch."""
+class Pause(pl.Callback):
+    """Waits before each validation."""
 
-    def training_step(self, batch, batch_idx):
-        self.log("train/loss", 1.0, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_name_that_a_subclass_logs_in_another_way_raises(glyphs):
-    trainer = quiet_trainer(max_steps=1, limit_val_batches=0)
-    with pytest.raises(MisconfigurationException, match=r"`self.log\(train/loss, ...\)` twice in `training_step`"):
-        trainer.fit(LogsLossItself(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
+    def on_validation_start(self, *arguments):
+        time.sleep(1)
 
 
-def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):
-    module = LoggedRetrieval(Embedder("glyph_net", 8), SmoothAPLoss())
-    few = {"limit_train_batches": 6, "limit_val_batches": 0, "log_every_n_steps": 4}
-    trainer = quiet_trainer(max_epochs=2, logger=CSVLogger(tmp_path, "csv"), **few)
-    trainer.fit(module, glyphs)
-    assert module.batches == (2, 4, 8, 12)  # the second batch of an epoch is the first with a value
-    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
-        written = [int(row["step"]) for row in csv.DictReader(file) if row["train/images/s"]]
-    assert written == [3, 7, 11]
-
-
-@pytest.mark.parametrize("validated", [1, 0])
-def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(
-        "lightning_retrieval.training.manual_training.time", SimpleNamespace(perf_counter=lambda: clock.now)
-    )
-    few = {"limit_train_batches": BATCHES, "limit_val_batches": validated, "num_sanity_val_steps": 0}
-    callbacks = [clock, RetrievalEvaluation()]
+def test_throughput_excludes_the_time_between_epochs(tmp_path, glyphs):
+    few = {"limit_train_batches": BATCHES, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    callbacks = [Pause(), RetrievalEvaluation()]
     logger = CSVLogger(tmp_path, "csv")
     trainer = quiet_trainer(max_epochs=2, logger=logger, callbacks=callbacks, log_every_n_steps=1, **few)
     trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
-        speeds = [float(row["train/images/s"] or 0) for row in csv.DictReader(file)]
-    assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))
+        speeds = [float(row["train/images/s"]) for row in csv.DictReader(file) if row["train/images/s"]]
+    assert len(speeds) == 2 * (BATCHES - 1)  # the second batch of an epoch is the first with a value
+    assert min(speeds) > 18 / 1
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore:.*might cause the trace")
 def test_tensorboard_gets_the_graph_of_the_network(tmp_path):
     """`log_graph=True` traces the module, before the first step."""
-    from pytorch_lightning.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     module = RetrievalModule(Embedder("glyph_net", 8, freeze_batch_norm=True), SmoothAPLoss(), chunk_size=4)

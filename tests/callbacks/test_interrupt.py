@@ -15,9 +15,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_retrieval.callbacks.interrupt import _KEY, EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
 from tests.processes import StartedCommand
@@ -69,7 +68,7 @@ class Group:
         self.saved.append((Path(path).name, self.global_step))
 
 
-def train(rank, signals, folder):
+def train(rank, world_size, signals, folder):
     """Ten steps of a process that receives signals at given moments; at which steps it has saved and ended."""
     callback, trainer = CheckpointOnInterrupt(), Group(folder)
     callback.seconds_between_reads = 0.1
@@ -94,36 +93,25 @@ def train(rank, signals, folder):
     return trainer.saved, trainer.global_step
 
 
-def train_each(rank, world_size, cases, folder):
-    """The runs of a process, one after the other in one process group."""
-    ends = []
-    for signals, _ in cases:
-        ends.append(train(rank, signals, folder))
-        dist.barrier()
-        if rank == 0:
-            _get_default_store().delete_key(_KEY)
-        dist.barrier()
-    return ends
+SIGNALS = {  # (rank, step, moment) of each signal, and the step after which all should stop
+    "first before": ([(0, 3, "before")], 4),
+    "other before": ([(1, 3, "before")], 4),
+    "first in a step": ([(0, 3, "step")], 5),
+    "other after": ([(1, 3, "after")], 5),
+    "both after and before": ([(0, 3, "after"), (1, 4, "before")], 5),
+    "both in two steps": ([(0, 4, "before"), (1, 3, "step")], 5),
+    "both in a step": ([(0, 3, "step"), (1, 4, "step")], 5),
+    "last step": ([(0, 9, "step")], None),  # the training ends before
+    "twice": ([(rank, 3, moment) for rank in (0, 1) for moment in ("before", "step")], 3),
+}
 
 
-SIGNALS = [  # (rank, step, moment) of each signal, and the step after which all should stop
-    ([(0, 3, "before")], 4),
-    ([(1, 3, "before")], 4),
-    ([(0, 3, "step")], 5),
-    ([(1, 3, "after")], 5),
-    ([(0, 3, "after"), (1, 4, "before")], 5),
-    ([(0, 4, "before"), (1, 3, "step")], 5),
-    ([(0, 3, "step"), (1, 4, "step")], 5),
-    ([(0, 9, "step")], None),  # the training ends before
-]
-TWICE = [(rank, 3, moment) for rank in (0, 1) for moment in ("before", "step")]
-
-
-def test_processes_agree_on_the_last_step(run_processes, tmp_path):
+@pytest.mark.parametrize("name", SIGNALS)
+def test_processes_agree_on_the_last_step(name, run_processes, tmp_path):
     """Whichever receives the signal, and whenever: all save after the same step. A second signal ends them at once."""
-    expected = [([("last-interrupted.ckpt", last)], last) for _, last in SIGNALS[:-1]]
-    expected += [([], 10), ([], 3)]
-    assert run_processes(train_each, 2, [*SIGNALS, (TWICE, None)], tmp_path) == [expected] * 2
+    signals, last = SIGNALS[name]
+    saved = [] if name in ("last step", "twice") else [("last-interrupted.ckpt", last)]
+    assert run_processes(train, 2, signals, tmp_path) == [(saved, last or 10)] * 2
 
 
 def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_path):
@@ -145,6 +133,7 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
 
 
 def test_the_first_process_may_end_before_the_others_have_ended_their_last_step(tmp_path, monkeypatch):
+    """Its store, which the others ask, ends with it; a run of two processes ends so at moments that no test chooses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     others = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     monkeypatch.setattr("lightning_retrieval.callbacks.interrupt._get_default_store", lambda: others)
@@ -156,32 +145,6 @@ def test_the_first_process_may_end_before_the_others_have_ended_their_last_step(
         callback.on_train_batch_end(trainer, None)
     finally:
         callback.on_train_end(trainer, None)
-
-
-class CountingStore:
-    """A store without keys that counts how often it is asked."""
-
-    def __init__(self):
-        self.asked = 0
-
-    def check(self, _):
-        self.asked += 1
-        return False
-
-
-def test_a_process_asks_the_store_at_most_once_a_second(tmp_path, monkeypatch):
-    store = CountingStore()
-    monkeypatch.setattr("lightning_retrieval.callbacks.interrupt._get_default_store", lambda: store)
-    callback, trainer = CheckpointOnInterrupt(), Group(tmp_path)
-    begin = time.monotonic()
-    callback.on_train_start(trainer, None)
-    try:
-        while time.monotonic() < begin + 1.5:
-            callback.on_train_batch_start(trainer, None)
-            callback.on_train_batch_end(trainer, None)
-    finally:
-        callback.on_train_end(trainer, None)
-    assert store.asked == 2
 
 
 def test_an_error_leaves_the_handler_of_the_signal_as_it_was(tmp_path):

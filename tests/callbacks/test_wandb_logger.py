@@ -140,13 +140,6 @@ def test_the_folder_of_a_run_holds_all_its_files(runs):
     assert {run.folder.parent for run in (first, second)} == {folder / "glyphs/first/wandb"}
 
 
-def test_weights_and_biases_gets_no_setting_that_has_no_effect(tmp_path):
-    """Lightning gives `anonymous`, of which newer versions warn, whatever its value is."""
-    logger = RetrievalWandbLogger(save_dir=tmp_path, offline=True)
-    assert "anonymous" not in logger._wandb_init
-    assert "anonymous" in RetrievalWandbLogger(save_dir=tmp_path, offline=True, anonymous=True)._wandb_init
-
-
 def folder_of_rank(rank, world_size, folder):
     """The folder of a run whose id differs between the processes until the first one's is used."""
     logger = RetrievalWandbLogger(save_dir=folder, offline=True)
@@ -180,10 +173,7 @@ OTHER = {"WANDB_BASE_URL": "https://wandb.example.org"}
         ({}, "machine example.org login user password secret\n", True),
         ({}, LOGIN, False),
         ({}, "half a line", True),
-        ({}, b"machine api.wandb.ai login m\xfcller password x\n", True),  # not UTF-8
-        ({"NETRC": "elsewhere"}, LOGIN, True),
         ({"WANDB_API_KEY": KEY}, None, False),
-        ({"WANDB_API_KEY": "  ", "WANDB_MODE": ""}, None, True),
         ({"WANDB_MODE": "online"}, None, False),
         (OTHER, LOGIN, True),
         (OTHER, "machine wandb.example.org login user password x\n", False),
@@ -195,9 +185,7 @@ def test_logger_is_online_with_a_key_unless_offline_is_given(environment, netrc,
     monkeypatch.delenv("WANDB_MODE")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    if isinstance(netrc, str):
-        netrc = netrc.encode()
     if netrc is not None:
-        (tmp_path / ".netrc").write_bytes(netrc)
+        (tmp_path / ".netrc").write_text(netrc)
     assert RetrievalWandbLogger(save_dir=tmp_path).offline == offline
     assert RetrievalWandbLogger(save_dir=tmp_path, offline=not offline).offline != offline
