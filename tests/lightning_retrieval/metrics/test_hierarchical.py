@@ -129,16 +129,6 @@ def test_loops(kind, depth):
     assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def test_with_a_perfect_order_all_metrics_are_1():
-    labels = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [2, 1], [2, 1]])
-    x = torch.zeros(6, 5)
-    x[torch.arange(6), labels[:, 0]] = 1.0
-    x[torch.arange(6), 3 + labels[:, 1]] = 1.0
-    metrics = RetrievalMetrics(ks=(1,))
-    metrics.update(x, labels)
-    assert all(value == 1 for name, value in metrics.compute().items() if name != "skipped_queries")
-
-
 def test_hap_loss_converges_to_one_minus_hap():
     """1 - HAPLoss with a small tau, where no scores are near each other."""
     x, labels = torch.randn(30, 5, dtype=torch.float64), random_levels(30, 3)

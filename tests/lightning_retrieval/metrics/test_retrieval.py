@@ -137,39 +137,6 @@ def two_sides(size=60):
     return quarters(size), labels, rows, torch.randint(0, 3, (size,), generator=generator), tags
 
 
-def average_precision(ranked):
-    """AP of a list of (score, relevant) in plain Python; an image that scores as high is ranked before."""
-    relevant = [score for score, is_relevant in ranked if is_relevant]
-    precisions = []
-    for score in relevant:
-        rank = sum(other >= score for other, _ in ranked)
-        precisions.append(sum(other >= score for other in relevant) / rank)
-    return sum(precisions) / len(precisions)
-
-
-def test_the_other_direction_is_a_loop_over_the_gallery():
-    x, labels, rows, _, _ = two_sides()
-    metrics = RetrievalMetrics(KS, reverse=True)
-    metrics.update(x, labels, **rows)
-    found = metrics.compute()
-    scores = (4 * normalize(x) @ normalize(x).T).round() / 4
-    values, skipped = {}, 0
-    for image in range(len(x)):
-        if rows["roles"][image] < 2:
-            continue
-        others = [other for other in range(len(x)) if rows["roles"][other] in (1, 3) and other != image]
-        ranked = [(scores[image, other].item(), bool(labels[image] == labels[other])) for other in others]
-        if any(is_relevant for _, is_relevant in ranked):
-            values[rows["ids"][image].item()] = average_precision(ranked)
-        else:
-            skipped += 1
-    assert found["reverse/mAP"].item() == pytest.approx(sum(values.values()) / len(values), abs=1e-12)
-    assert found["reverse/skipped_queries"] == skipped
-    table = metrics.per_query(reverse=True)
-    of_ids = dict(zip(table["ids"].tolist(), table["AP"].tolist(), strict=True))
-    assert {id_: ap for id_, ap in of_ids.items() if ap == ap} == pytest.approx(values, abs=1e-12)
-
-
 @pytest.mark.parametrize("case", ["labels", "cameras", "tags", "expanded", "dims"])
 def test_both_directions_are_those_of_two_metrics_with_swapped_roles(case):
     x, labels, rows, cameras, tags = two_sides()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_retrieval import OtherCamera, SharedTags
+from lightning_retrieval import SharedTags
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
-from tests.lightning_retrieval.relevance_rules import RULES, NearInTime, other_camera, random_entries
+from tests.lightning_retrieval.relevance_rules import RULES, random_entries
 
 # What the reason of a query says.
 ALONE, SAME_ID, INSTANCE = "there is no other image", "have its id", "are of its instance"
@@ -110,14 +110,6 @@ def test_the_reason_of_each_query_is_that_of_a_loop_over_all_pairs(kind):
     assert seen == KINDS[kind][2]
 
 
-def test_the_reason_of_a_rule_names_it():
-    metrics = RetrievalMetrics((1,), relevance=NearInTime(seconds=1))
-    metrics.update(torch.randn(3, 2), torch.tensor([[5, 0], [5, 1], [5, 9]]), torch.arange(3) + 10)
-    ((query, reason),) = metrics.why_skipped().items()
-    assert query == 12
-    assert "NearInTime(seconds=1)" in reason
-
-
 def test_each_direction_has_its_reasons():
     given = {"labels": torch.tensor([5, 5, 7, 8]), "roles": torch.tensor([1, 2, 1, 2]), "ids": torch.arange(4)}
     metrics = RetrievalMetrics((1,), reverse=True)
@@ -149,21 +141,6 @@ def test_the_warning_of_all_queries_gives_their_reasons():
     assert places == sorted(places)
     assert places[0] > 0
     assert CAMERA in message
-
-
-def test_a_rule_by_cameras_is_explained_as_cameras_are():
-    reasons = []
-    for settings in ({}, {"relevance": OtherCamera()}):
-        metrics = RetrievalMetrics((1,), **settings)
-        labels, cameras = torch.tensor([5, 5, 7, 7]), torch.tensor([0, 0, 1, 2])
-        columns = {"labels": labels, "cameras": cameras}
-        if settings:
-            columns = {"labels": torch.stack([labels, cameras], 1)}
-        metrics.update(torch.randn(4, 2), **columns)
-        reasons.append(metrics.why_skipped())
-    assert reasons[0] == reasons[1]
-    assert list(reasons[0]) == [0, 1]
-    assert other_camera([5, 0], [5, 0]) == (False, False)
 
 
 @pytest.mark.parametrize("relevance", [None, SharedTags()])
