@@ -485,6 +485,20 @@ def test_the_default_optimizer_is_fused_and_that_of_a_user_is_the_users(settings
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_file_leaves_open_whether_updates_are_fused(is_fused, tmp_path):
+    """So a run goes on with other devices."""
+
+    def module(is_fused):
+        settings = {} if is_fused else {"optimizer": lambda groups: torch.optim.AdamW(groups)}
+        return RetrievalModule(net(), SmoothAPLoss(), **settings)
+
+    fit(module(not is_fused), batches()).save_checkpoint(tmp_path / "half.ckpt")
+    run = trainer(max_epochs=2)
+    run.fit(module(is_fused), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
+    assert bool(run.optimizers[0].param_groups[0]["fused"]) == is_fused
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 4, sparse=True), lambda: net().half()])
 def test_sparse_gradients_and_parameters_of_16_bits_have_no_fused_update(make):
     module = RetrievalModule(make(), SmoothAPLoss(tau=0.1))
