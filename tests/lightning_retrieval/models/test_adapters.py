@@ -4,12 +4,9 @@ Gradient checkpointing changes the memory, not the gradients.
 """
 
 import copy
-import re
-import sys
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_retrieval.models import Embedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
@@ -87,34 +84,7 @@ def test_the_description_builds_the_same_adapters():
     assert twin(images).equal(embedder(images))
 
 
-CONVOLUTION = {"backbone": nn.Conv2d(3, 4, 3)}
-TWICE = {"backbone": "timm/resnet18", "gradient_checkpointing": True}
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({**VIT, "lora": {"r": 0}}, r"`lora\['r'\]` must be an integer >= 1, got 0"),
-        ({**VIT, "lora": {"rank": 3}}, "`lora` .* of peft.LoraConfig, got {'rank': 3}"),
-        ({**VIT, "lora": {"megatron_config": {}, "megatron_core": "os"}}, "`lora` must not have megatron_config, got"),
-        ({**VIT, "lora": {"target_modules": ["q"]}}, r"`lora` .* of peft.LoraConfig, got .*\(.*not found"),
-        ({**CONVOLUTION, "lora": 2}, "`lora` must name its `target_modules`, since Conv2d has no linear layers"),
-        ({"backbone": "resnet18", "gradient_checkpointing": True}, "`gradient_checkpointing` .*resnet18.*, got True"),
-        (TWICE, "`gradient_checkpointing` .*batch norms of timm/resnet18 twice .*; set freeze_batch_norm=True"),
-    ],
-)
-def test_invalid_settings(settings, message):
-    pytest.importorskip("peft")
-    with pytest.raises(ValueError, match=f"^Embedder: {message}"):
-        Embedder(**settings)
-
-
-LAYERS = r".*\.(attn|mlp)\.(qkv|proj|fc1)"
-
-
-@pytest.mark.hostile
-@pytest.mark.parametrize("pattern", [LAYERS, r"(?:.*\.)?blocks\.\d+\.attn\.(qkv|proj)", r".*[a-f]tt[^x]\.qkv", ["qkv"]])
+@pytest.mark.parametrize("pattern", [r".*\.(attn|mlp)\.(qkv|proj|fc1)", ["qkv"]])
 def test_a_file_may_have_a_simple_pattern_of_layers(pattern):
     pytest.importorskip("peft")
     given = Embedder(**VIT, lora={"r": 2, "target_modules": pattern, "rank_pattern": {r"blocks\.0\..*": 1}})
@@ -124,63 +94,21 @@ def test_a_file_may_have_a_simple_pattern_of_layers(pattern):
     assert [value.shape for value in again.state_dict().values()] == [x.shape for x in given.state_dict().values()]
 
 
-def errors_of_file(rank, world_size, adapters):
-    """The errors of building embedders with the adapters in a file, in at most 16 GB."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
-    errors = []
-    for lora in adapters:
-        with pytest.raises((ValueError, TypeError)) as raised, without_pretrained_weights():
-            Embedder(**VIT, lora={"r": 2, "target_modules": ["qkv"], **lora})
-        errors.append(str(raised.value))
-    return errors
-
-
-ENDLESS = ["(.*)*x", "(.+)+x", ".*.*.*.*.*.*.*.*x", "(..|..)" * 18 + "x", "a?" * 40 + "a" * 40, "(a|b|ab)*c"]
-ENDLESS += [r"(.*)\1x", "(?=(.*)*x)", "(.{1,40}){1,40}x", "((.?)?)?" * 9]
-
-
 @pytest.mark.hostile
-@pytest.mark.refusal
-@pytest.mark.slow
-def test_a_file_has_no_pattern_of_endless_work(run_alone):
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"rank_pattern": {"qkv": 10**9}},
+        {"layer_replication": [[0, 10**9]]},
+        {"corda_config": {"cache_file": "x"}},
+        {"megatron_config": {}, "megatron_core": "os"},
+    ],
+    ids=str,
+)
+def test_the_adapters_of_a_file_import_nothing_and_read_no_file(lora):
     pytest.importorskip("peft")
-    adapters = [{"target_modules": pattern} for pattern in ENDLESS]
-    adapters += [{"exclude_modules": pattern} for pattern in ENDLESS]
-    adapters += [{"layers_pattern": pattern, "layers_to_transform": [0]} for pattern in ENDLESS]
-    adapters += [{"rank_pattern": {pattern: 1}} for pattern in ENDLESS]
-    adapters += [{"modules_to_save": [pattern]} for pattern in ENDLESS]
-    for lora, found in zip(adapters, run_alone(errors_of_file, adapters, timeout=60), strict=True):
-        assert found.startswith("Embedder: `lora` of a file must have patterns that are matched quickly"), lora
-
-
-@pytest.mark.hostile
-@pytest.mark.refusal
-@pytest.mark.slow
-def test_invalid_adapters_of_a_file(run_alone):
-    """Ranks out of their range, and arguments with which peft would read files or repeat layers."""
-    pytest.importorskip("peft")
-    rank, alpha = r"`lora\['rank_pattern'\]\['qkv'\]`", r"`lora\['alpha_pattern'\]\['qkv'\]`"
-    rule = "`lora` of a file must have arguments among r, .*, got"
-    messages = (
-        ({"rank_pattern": {"qkv": 10**9}}, f"{rank} must be an integer from 1 to 4096, got 1000000000"),
-        ({"alpha_pattern": {"qkv": "a"}}, f"{alpha} must be a number, got 'a'"),
-        ({"rank_pattern": 3}, r"`lora\['rank_pattern'\]` must be a"),
-        ({"layer_replication": [[0, 10**9]]}, f"{rule} layer_replication="),
-        ({"init_lora_weights": "pissa_niter_1000000000"}, f"{rule} init_lora_weights='pissa_niter_"),
-        ({"corda_config": {"cache_file": "x"}}, f"{rule} corda_config="),
-    )
-    errors = run_alone(errors_of_file, [lora for lora, _ in messages], timeout=60)
-    for found, (_, message) in zip(errors, messages, strict=True):
-        assert re.match(f"Embedder: {message}", found), found
-
-
-@pytest.mark.refusal
-def test_adapters_without_peft(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^Embedder: peft .* `lora`: pip .*'lightning-retrieval\[lora\]'"):
-        Embedder(**VIT, lora=2)
+    with pytest.raises(ValueError, match=r"^Embedder: `lora"), without_pretrained_weights():
+        Embedder(**VIT, lora={"r": 2, "target_modules": ["qkv"], **lora})
 
 
 def gradients_and_kept_numbers(settings, checkpointing):

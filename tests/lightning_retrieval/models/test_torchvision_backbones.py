@@ -3,7 +3,6 @@
 import PIL.Image
 import pytest
 import torch
-from torch import nn
 from torchvision import models
 from torchvision.models import WeightsEnum
 
@@ -92,17 +91,15 @@ def assert_same_features(features, expected):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_backbone_returns_the_input_of_the_model_s_own_pooling(name, monkeypatch):
-    built, names = [], set()
+    built = []
 
     def build(name, **settings):
         model = SMALL[name]() if name in SMALL else BUILD(name, **settings)
         built.append(model)
-        names.update(key for key in model.state_dict() if not key.startswith(("fc", "classifier", "head")))
         return model
 
     monkeypatch.setattr(models, "get_model", build)
     embedder = Embedder(name, 8).eval()
-    assert set(embedder.backbone.state_dict()) == names
     size = 224 if name == "maxvit_t" else SIZE
     images = torch.randn(1, 3, size, size)
     with torch.no_grad():
@@ -111,13 +108,6 @@ def test_backbone_returns_the_input_of_the_model_s_own_pooling(name, monkeypatch
     assert features.shape[1] == embedder.feature_dim
     assert features.ndim == (2 if name == "vit_b_32" else 4)
     torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(1))
-
-
-def test_every_family_of_torchvision_is_tested():
-    def families(names):
-        return {models.get_model_builder(name).__module__ for name in names}
-
-    assert families(models.list_models(module=models)) == families(FAMILIES)
 
 
 def test_pretrained_weights_are_loaded_and_not_downloaded_while_a_checkpoint_is_loaded(monkeypatch):
@@ -140,19 +130,8 @@ def test_pretrained_weights_are_loaded_and_not_downloaded_while_a_checkpoint_is_
         twin = Embedder(**embedder.init_args()).eval()
     twin.load_state_dict(embedder.state_dict())
     assert twin(images).equal(embedder(images))
-    with torch.device("meta"):  # where no weight has a value
-        empty = Embedder(**embedder.init_args())
-    assert empty.init_args() == embedder.init_args()
-    assert all(value.is_meta for value in empty.state_dict().values())
     with torch.no_grad():
         assert_same_features(embedder.backbone(images), pooling_input(model, images))
-
-
-@pytest.mark.refusal
-def test_invalid_model_without_a_known_classifier(monkeypatch):
-    monkeypatch.setattr(models, "get_model", lambda *args, **kwargs: nn.Sequential(nn.Conv2d(3, 4, 1)))
-    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a model whose .*, got Sequential"):
-        Embedder("resnet18")
 
 
 def test_preparation_is_that_of_the_weights(monkeypatch):
@@ -164,16 +143,3 @@ def test_preparation_is_that_of_the_weights(monkeypatch):
     assert embedder.preparation == Preparation(image_size=224, resize=232)
     one_grey_level = 1.01 / 255 / torch.tensor(of_weights.std)[:, None, None]
     assert ((embedder.preparation(image) - of_weights(image)).abs() <= one_grey_level).all()  # of Pillow's resizing
-
-
-@pytest.mark.refusal
-def test_invalid_image_sizes(monkeypatch):
-    for size, weights in ((65, None), (64, "DEFAULT")):
-        message = f"^Embedder: `image_size` .* vit_b_32 with weights {weights!r} takes, got {size}"
-        with pytest.raises(ValueError, match=message):
-            Embedder("vit_b_32", 8, image_size=size, weights=weights)
-    monkeypatch.setattr(models, "get_model", lambda *args, **settings: SMALL["vit_b_32"]())
-    embedder = Embedder("vit_b_32", 8, image_size=SIZE).eval()
-    message = r"^Embedder: `images` must have a size that vit_b_32, built for \(96, 96\), takes, got \(96, 64\)"
-    with pytest.raises(ValueError, match=message):
-        embedder(torch.rand(1, 3, 96, 64))

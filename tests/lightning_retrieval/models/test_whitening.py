@@ -6,10 +6,7 @@ import torch
 from sklearn.decomposition import PCA
 from torch import nn
 
-import lightning_retrieval.models.whitening
 from lightning_retrieval import PCAWhitening, RetrievalMetrics, SupervisedWhitening
-from lightning_retrieval.models import supervised_whitening
-from lightning_retrieval.models.supervised_whitening import matching_pairs
 from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
 from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
@@ -21,7 +18,7 @@ def test_nan_passes_through_so_that_a_metric_can_name_the_ids():
     x[3, 1], x[4, 0] = torch.nan, torch.inf
     whitened = whitening(x)
     assert whitened.isnan().all(1).tolist() == [False, False, False, True, True]
-    with pytest.raises(ValueError, match=r"RetrievalMetrics: .* NaN or inf in 2 of 5 rows \(ids 33, 34\)"):
+    with pytest.raises(ValueError, match="33, 34"):
         RetrievalMetrics().update(whitened, torch.zeros(5).long(), torch.arange(30, 35))
 
 
@@ -35,15 +32,14 @@ def test_whitening_equals_the_official_code(case):
     dim = case["params"]["dims"]
     torch.testing.assert_close(whitening.learned.mean, tensor(expected["mean"]), **OFFICIAL)
     torch.testing.assert_close(whitening.learned.variances, tensor(expected["explained_variance"])[:dim], **OFFICIAL)
-    torch.testing.assert_close(
-        whitening.learned.components.abs(), tensor(expected["components"])[:dim].abs(), **OFFICIAL
-    )
+    components = tensor(expected["components"])[:dim]
+    torch.testing.assert_close(whitening.learned.components.abs(), components.abs(), **OFFICIAL)
 
 
-@pytest.mark.parametrize("power", [0, 0.25, 0.5, 1.0])
-def test_whitening_equals_scikit_learn(monkeypatch, power):
-    monkeypatch.setattr(lightning_retrieval.models.whitening, "_FIT_ROWS", 7)
-    learned_from = rows(50, 6) * torch.arange(1.0, 7.0) + 3
+@pytest.mark.parametrize("power", [0, 0.25, 1.0])
+def test_whitening_equals_scikit_learn(power):
+    """Of more rows than are added up at once."""
+    learned_from = rows(20_000, 6) * torch.arange(1.0, 7.0) + 3
     others = rows(9, 6, seed=1)
     pca = PCA(n_components=4, svd_solver="full").fit(learned_from.numpy())
     expected = pca.transform(others.numpy()) / pca.explained_variance_**power
@@ -86,15 +82,6 @@ def test_a_checkpoint_is_loaded_and_truncated_to_fewer_directions(tmp_path, dim)
     assert torch.equal(other(others), PCAWhitening(dim or 3, power=0.3).fit(learned_from)(others))
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("part", ["mean", "components", "variances"])
-def test_a_checkpoint_that_is_not_finite_raises(part):
-    damaged = PCAWhitening().fit(rows(20, 5)).state_dict()
-    damaged["_extra_state"][part][1] = float("nan")
-    with pytest.raises(ValueError, match=rf"^PCAWhitening: `state\['{part}'\]` must hold finite numbers only"):
-        PCAWhitening().load_state_dict(damaged)
-
-
 def test_a_checkpoint_without_whitening_leaves_it_unlearned():
     model = nn.Sequential(nn.Linear(2, 2), PCAWhitening())
     model.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=True)
@@ -126,39 +113,9 @@ def test_whitening_runs_on_the_device_of_the_embeddings():
 FLAT = rows(50, 3) @ rows(3, 6, seed=1)  # varies in three of six directions, and in the others by rounding
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "embeddings", "message"),
-    [
-        ({"dim": 5}, rows(9, 4), "`dim` must be at most that of the embeddings, 4, got 5"),
-        ({}, rows(4, 4), "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim"),
-        ({"dim": 2, "power": 0}, rows(1, 4), "at least 2 rows to learn 2 directions from, got 1"),
-        ({}, torch.full((9, 2), torch.inf), "`embeddings` must hold finite numbers only"),
-        ({}, torch.ones(9, 2), "in each of the 2 directions .* got only 0 in which they do; the rows are"),
-        ({}, FLAT, "in each of the 6 directions .*, got only 3 in which they do; set dim to at most 3, or power=0"),
-        ({}, FLAT.float(), "in each of the 6 directions .*, got only 3 in which they do; set dim"),
-    ],
-)
-def test_invalid_embeddings_for_fit(settings, embeddings, message):
-    with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
-        PCAWhitening(**settings).fit(embeddings)
-
-
 def test_directions_without_variance_are_left_out_or_not_scaled():
     assert PCAWhitening(dim=3).fit(FLAT)(FLAT).shape == (50, 3)
     assert PCAWhitening(power=0).fit(FLAT)(FLAT).isfinite().all()
-
-
-@pytest.mark.refusal
-def test_invalid_calls():
-    fitted = PCAWhitening(dim=2).fit(rows(9, 4))
-    for call, message in (
-        (lambda: PCAWhitening()(rows(2, 4)), "nothing has been learned yet; call fit"),
-        (lambda: fitted(rows(2, 3)), "dimension of those it was learned from, 4, got 3"),
-        (lambda: PCAWhitening(3).load_state_dict(fitted.state_dict()), "`dim` .* in the checkpoint, 2, got 3"),
-    ):
-        with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
-            call()
 
 
 LABELS = torch.tensor([3, -1, 3, 8, -1, 3, 0, 3, -1, 0, 8, 8, 0, 3, -1])  # five, four, three and three images
@@ -193,18 +150,9 @@ def learned_whitening(x, pairs):
     return m, eigenvectors[:, order].T @ P
 
 
-@pytest.mark.parametrize("pairs_per_image", [1, 2, 3, 4, 9])
-def test_pairs_of_supervised_whitening(pairs_per_image):
-    pairs = [tuple(pair) for pair in matching_pairs(LABELS, pairs_per_image).tolist()]
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == pairs_by_loops(LABELS.tolist(), pairs_per_image)
-    assert max(sum(first == row for first, _ in pairs) for row in range(15)) == min(pairs_per_image, 4)
-
-
 @pytest.mark.parametrize("dim", [None, 2])
-@pytest.mark.parametrize("pairs_per_image", [1, 3])
-def test_supervised_whitening_equals_loops_over_the_pairs(monkeypatch, pairs_per_image, dim):
-    monkeypatch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
+@pytest.mark.parametrize("pairs_per_image", [1, 3, 9])
+def test_supervised_whitening_equals_loops_over_the_pairs(pairs_per_image, dim):
     x, others = rows(15, 4) * torch.arange(1.0, 5.0) + 2, rows(6, 4, seed=1)
     m, P = learned_whitening(x.numpy(), sorted(pairs_by_loops(LABELS.tolist(), pairs_per_image)))
     expected = (others.numpy() - m) @ P[:dim].T
@@ -221,19 +169,3 @@ def test_supervised_whitening_on_a_device_without_float64():
     with DeviceWithoutFloat64():
         found = SupervisedWhitening(dim=2).fit(x.to(DEVICE), labels.to(DEVICE))(x.to(DEVICE)).cpu()
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "embeddings", "labels", "message"),
-    [
-        ({"dim": 5}, rows(15, 4), LABELS, "`dim` must be at most that of the embeddings, 4, got 5"),
-        ({}, rows(15, 4), None, "`labels` must be given, because they define the pairs, got None"),
-        ({}, rows(15, 4), torch.arange(15), "`labels` must hold a label with several rows, got no pair"),
-        ({}, rows(15, 4), LABELS[:3], r"`labels` must have shape \(15,\), .* got \(3,\)"),
-        ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, "in each of 6 directions, got .* in only 3; give"),
-    ],
-)
-def test_invalid_input_for_supervised_whitening(settings, embeddings, labels, message):
-    with pytest.raises(ValueError, match=f"^SupervisedWhitening: .*{message}"):
-        SupervisedWhitening(**settings).fit(embeddings, labels)
