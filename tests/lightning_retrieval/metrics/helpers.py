@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.ranking.labels import Role
 
@@ -31,6 +32,12 @@ def compute(embeddings, labels, ks=(1, 2, 4, 8), **kwargs):
 
 def numbers(results):
     return {name: value.item() for name, value in results.items()}
+
+
+def nearest_of(metrics, queries, count):
+    """{id of a query: {id of an image: whether it is relevant}} of the images that a gallery shows."""
+    lists = metrics.ranking_input(metrics.gather()[0])
+    return {query: {hit.id: hit.relevant for hit in hits} for query, hits in nearest_images(lists, queries, count)}
 
 
 def quarters(rows, dtype=torch.float32):

@@ -1,7 +1,4 @@
-"""Rows of one image are merged, different images with one id raise; what memory and post-processing get."""
-
-import ctypes
-from pathlib import Path
+"""Rows of one image are merged, different images with one id raise; what post-processing gets."""
 
 import pytest
 import torch
@@ -101,45 +98,6 @@ def test_few_wrong_rows_among_repeated_images_are_found():
     found = ", ".join(map(str, sorted(ids[[20, 61]].tolist())))
     with small_blocks(), pytest.raises(ValueError, match=rf"2 of 100 ids \({found}\)"):
         metrics.compute()
-
-
-ROWS_IN_MEMORY, DIM = 12_000, 512
-M_MMAP_THRESHOLD = -3  # of mallopt
-
-
-def status(field):
-    """A size that Linux reports of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-def evaluate(rows):
-    metrics = RetrievalMetrics()
-    for begin in range(0, rows, 500):
-        ids = torch.arange(begin, begin + 500)
-        metrics.update(torch.randn(500, DIM), ids % (rows // 5), ids)
-    return metrics.compute()
-
-
-def added_memory(rank, world_size):
-    """Peak of `update` and `compute`, as a multiple of the embeddings' bytes.
-
-    A first evaluation loads what the first use loads; large tensors are returned to the system as soon as they are
-    freed.
-    """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
-    evaluate(1500)
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
-    before = status("VmRSS")
-    evaluate(ROWS_IN_MEMORY)
-    return (status("VmHWM") - before) / (ROWS_IN_MEMORY * DIM * 4)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
-def test_an_evaluation_keeps_two_and_a_half_times_the_rows(run_alone):
-    """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""
-    assert 2 < run_alone(added_memory) < 2.5
 
 
 def test_post_processing_comes_before_ranking():

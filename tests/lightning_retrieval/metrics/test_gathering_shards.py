@@ -6,11 +6,10 @@ import torch.distributed as dist
 
 from lightning_retrieval import DatabaseAugmentation, GalleryOnly, QueryExpansion, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
-from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics, nearest_scores
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from tests.lightning_retrieval.blocks import small_blocks
-from tests.lightning_retrieval.metrics.helpers import LargestTensor
+from tests.lightning_retrieval.metrics.helpers import LargestTensor, nearest_of
 from tests.lightning_retrieval.relevance_rules import NearInTime
 
 ROWS, DIM = 450, 12  # several pieces of the gallery, rounds of queries, and parts of the batches
@@ -130,13 +129,12 @@ def rows_of_process(this, world, rows):
 
 def pictures(metrics):
     """What callbacks and thresholds show of an evaluation set."""
-    lists = metrics.ranking_input(metrics.gather()[0])
-    nearest = nearest_images(lists, lists.query_ids.sort().values[:5], 6)
+    nearest = nearest_of(metrics, metrics.per_query()["ids"][:5], 6)
     scores = nearest_scores(metrics)
     drawn = {
         "precision": mean_precision(metrics),
         "pairs": pair_counts(metrics, 40),
-        "nearest": torch.tensor([[hit.id for hit in hits] for _, hits in nearest]),
+        "nearest": torch.tensor([list(hits) for hits in nearest.values()]),
         "of negatives": scores.negatives,
         "of positives": scores.positives,
     }

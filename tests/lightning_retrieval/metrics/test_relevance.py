@@ -5,10 +5,9 @@ import torch
 
 from lightning_retrieval import GalleryOnly, OtherCamera, Relevance, SharedTags
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
-from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RetrievalMetrics, RevisitedMetrics, curves
 from tests.lightning_retrieval.blocks import small_blocks
-from tests.lightning_retrieval.metrics.helpers import LargestTensor, numbers, quarters
+from tests.lightning_retrieval.metrics.helpers import LargestTensor, nearest_of, numbers, quarters
 from tests.lightning_retrieval.relevance_rules import RULES, NearInTime, masks_by_pairs, random_columns
 
 IMAGES = 110
@@ -60,7 +59,7 @@ def test_against_loops(name, with_roles):
     metrics = RetrievalMetrics(relevance=rule, **SETTINGS)
     for part in torch.arange(IMAGES).split(40):
         metrics.update(x[part], columns[part], part, roles[part])
-    table, lists = metrics.per_query(), metrics.ranking_input(metrics.gather()[0])
+    table = metrics.per_query()
     with small_blocks(kept_tiles=0):
         metrics.update(x[:0], columns[:0], torch.arange(0), roles[:0])  # computes all anew
         torch.testing.assert_close(metrics.per_query()["AP"], table["AP"], rtol=0, atol=1e-12, equal_nan=True)
@@ -71,10 +70,9 @@ def test_against_loops(name, with_roles):
     assert found == pytest.approx(expected, abs=1e-12)
     assert metrics.compute()["skipped_queries"] == (roles & 1).sum() - len(expected)
     assert ("labels" in table) == rule.has_classes
-    for query, hits in nearest_images(lists, table["ids"], IMAGES):
-        assert {hit.id: hit.relevant for hit in hits} == {
-            image: relevant[query, image].item() for image in candidate[query].nonzero()[:, 0].tolist()
-        }
+    for query, hits in nearest_of(metrics, table["ids"], IMAGES).items():
+        listed = candidate[query].nonzero()[:, 0].tolist()
+        assert hits == {image: relevant[query, image].item() for image in listed}
 
 
 def results(metrics):

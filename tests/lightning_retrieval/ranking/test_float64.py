@@ -5,12 +5,12 @@ import torch
 
 from lightning_retrieval import DatabaseAugmentation, PCAWhitening, QueryExpansion
 from lightning_retrieval.callbacks.ap_monitor import decomposability_gap, sums_of_ap
-from lightning_retrieval.callbacks.gallery import choose_queries, nearest_images, query_ap
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
+from tests.lightning_retrieval.metrics.helpers import nearest_of
 
 ROWS = 301  # two blocks of queries, the last one smaller
 GENERATOR = torch.Generator().manual_seed(3)
@@ -65,9 +65,8 @@ def errors_of_a_loss(device):
 
 def drawn_images(device):
     metrics = filled("roles", device)
-    lists = metrics.ranking_input(metrics.gather()[0])
-    chosen = choose_queries(*query_ap(metrics, lists.query_ids), 5, "hardest").to(lists.query_ids.device)
-    return torch.tensor([[hit.id for hit in hits] for _, hits in nearest_images(lists, chosen, 4)])
+    queries = metrics.per_query()["ids"][:5].to(device)
+    return torch.tensor([list(hits) for hits in nearest_of(metrics, queries, 4).values()])
 
 
 def whitened(device):
