@@ -75,7 +75,6 @@ def test_a_first_batch_of_one_label_warns_without_a_memory():
         (CalibrationLoss(pair_mean="all"), None),
         (ContrastiveLoss(), None),
     ],
-    ids=str,
 )
 def test_lists_without_a_positive_are_warned_of(loss, without):
     """A shuffled loader draws classes of one to three images; a loss of pairs learns from such lists, too."""
