@@ -2,13 +2,14 @@
 
 import io
 import sys
+import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.datamodules import DataReport, ImageFolder, ImageTable, LandmarksClean
+from lightning_retrieval.datamodules import DataReport, ImageFolder, ImageIndex, ImageSet, ImageTable, LandmarksClean
 from tests.datamodules.pictures import as_it_is
 from tests.datamodules.trees import truncate, write_image
 from tests.datamodules.trees_more import write_landmarks
@@ -169,6 +170,31 @@ def test_what_reading_warns_of_is_a_problem_of_the_report(tmp_path):
     report = data.check()
     assert report.problems == [str(warning.message) for warning in caught]
     assert not report.ok
+
+
+class Interrupted(ImageSet):
+    """Images that are read in a moment, but for the first, at which the user interrupts."""
+
+    def read(self, position):
+        if position == 0:
+            raise KeyboardInterrupt
+        return Image.new("RGB", (2, 2))
+
+
+class InterruptedFolder(ImageFolder):
+    def read(self):
+        return {"train": ImageIndex(["a.png"] * 50_000, [0] * 50_000)}
+
+    def image_set(self, index, transform):
+        return Interrupted(index, self.root, transform)
+
+
+def test_an_interrupt_ends_the_check(folder):
+    noise(folder / "a.png", 0)
+    with pytest.raises(KeyboardInterrupt):
+        InterruptedFolder(folder).check()
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    assert left == []
 
 
 # --- the command

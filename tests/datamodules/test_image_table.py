@@ -391,6 +391,10 @@ WRONG_ROWS = {
     "three sides": ("image,label,split,box\na.jpg,1,train,1 2 3\nb.jpg,2,test,\n", "line 2"),
     "box without pixels": ("image,label,split,box\na.jpg,1,train,1 2 1 9\nb.jpg,2,test,\n", "line 2"),
     "unknown flag": ("label,path,split,is_query\n0,a.jpg,train,\n1,b.jpg,validation,maybe\n", "line 3"),
+    "no flag in evaluation": (
+        "label,path,split,is_query,is_gallery\n0,a.jpg,train,,\n1,b.jpg,validation,False,\n",
+        "line 3",
+    ),
     "other encoding": ("image,label\na.jpg,1\ncaf\udce9.jpg,2\n", "line 3"),
     "null character": ("image,label\n\0,1\n", "line 2"),
     "quote to the end": (quoted(2, start=5), "line"),
@@ -398,6 +402,7 @@ WRONG_ROWS = {
     "quoted label": (quoted(1, start=5, end=9), "line"),
     "quoted image": (quoted(0, start=5, end=6), "line"),
     "quotes in another column": (quoted(2, start=5, end=9), "line"),
+    "quotes in a table whose values occur once": (quoted(2, start=5, end=9).replace(",1,", ",one,"), "line"),
 }
 
 

@@ -32,15 +32,24 @@ class OwnsGenerators:
     of_class = torch.Generator()
 
     def __init__(self):
-        self.states = [np.random.RandomState(0), {"python": random.Random(0)}]
+        self.states = [np.random.RandomState(0), np.random.default_rng(0), {"python": random.Random(0)}]
 
     def __call__(self, image):
-        drawn = [self.states[0].rand(), self.states[1]["python"].random()]
-        return torch.tensor([*drawn, torch.rand((), generator=self.of_class).item()]).reshape(3, 1, 1)
+        drawn = [self.states[0].rand(), self.states[1].random(), self.states[2]["python"].random()]
+        return torch.tensor([*drawn, torch.rand((), generator=self.of_class).item()]).reshape(4, 1, 1)
+
+
+class CallsAlbumentations:
+    def __init__(self):
+        self.augment = albumentations_transform()
+
+    def __call__(self, image):
+        return self.augment(image=np.array(image))["image"]
 
 
 TRANSFORMS = {
     "albumentations": albumentations_transform,
+    "albumentations in a class": CallsAlbumentations,
     "global generators": lambda: draws_from_each,
     "generators of its own": OwnsGenerators,
 }

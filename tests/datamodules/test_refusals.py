@@ -63,21 +63,12 @@ def rows(labels=("a", "a", "b", "b"), splits=("train",), **settings):
     return HuggingFaceImages("set", **{"image_column": "image", **settings})
 
 
-def pairs(queries="image,label,split", candidates="image,label,split", **columns):
-    """Two tables with these columns; without names of classes, if there is no label."""
+def pairs(queries="label", candidates="label", splits=("train,train,test,test",) * 2):
+    """Two tables of four images with labels or tags, and the splits of these images."""
     sides = []
-    for side, header in (("queries", queries), ("candidates", candidates)):
-        values = {
-            "image": "{0}.png",
-            "label": "{1}",
-            "tags": "red",
-            "split": columns.get(side, "train,train,test,test"),
-        }
-        lines = [header]
-        for row, split in enumerate(values["split"].split(",")):
-            names = {**values, "split": split}
-            lines.append(",".join(names[name].format(row, "abcd"[row]) for name in header.split(",")))
-        write_text(Path(side, "table.csv"), "\n".join(lines))
+    for side, column, of_rows in zip(("queries", "candidates"), (queries, candidates), splits, strict=True):
+        lines = [f"{value}.png,{value},{split}" for value, split in zip("abcd", of_rows.split(","), strict=True)]
+        write_text(Path(side, "table.csv"), "\n".join([f"image,{column},split", *lines]))
         sides.append(ImageTable(side, "table.csv"))
     return Pairs(*sides, classes_per_batch=2)
 
@@ -199,6 +190,7 @@ TABLE = {
         (lambda: rows(split_names={"train": "tset"}).splits, InvalidValue, "split_names"),
         (lambda: rows(splits=("train", "validation", "dev")).splits, InvalidValue, "split_names", "'dev'"),
         (lambda: rows(splits=("train", "test")).splits, InvalidValue, ""),
+        (lambda: rows(split_names={"test": "train"}).train_set, InvalidValue, "", "'train'"),
         (lambda: rows(test_fraction=0), InvalidValue, "test_fraction"),
     ],
     "TextTable": [
@@ -218,9 +210,10 @@ TABLE = {
         (lambda: Pairs(pairs(), folder("a", "b")), InvalidType, "queries"),
         (lambda: Pairs(folder("a", "b"), "photos"), InvalidType, "candidates"),
         (lambda: Pairs(folder("a", "b"), folder("a", "b"), queries_per_class=0), InvalidValue, "queries_per_class"),
-        (lambda: pairs(candidates="image,tags,split").train_set, InvalidValue, ""),
-        (lambda: pairs("image,tags,split", "image,tags,split").train_dataloader(), InvalidValue, ""),
-        (lambda: Pairs(captions(TEXTS), captions(TEXTS.replace("test", "x")).train_set), InvalidType, "candidates"),
+        (lambda: pairs(candidates="tags").train_set, InvalidValue, ""),
+        (lambda: pairs("tags", "tags").train_dataloader(), InvalidValue, ""),
+        (lambda: pairs(splits=("train,train,train,test", "train,train,test,test")).train_set, InvalidValue, ""),
+        (lambda: pairs(splits=("train,a,b,b", "train,a,c,c")).test_set, InvalidValue, ""),
     ],
     "ImageIndex": [
         (lambda: index(paths=[], labels=[]), InvalidValue, "paths"),
@@ -230,6 +223,7 @@ TABLE = {
         (lambda: index(labels=[0]), InvalidValue, "labels"),
         (lambda: index(labels=[0.5, 1.0]), InvalidType, "labels"),
         (lambda: index(paths=["a", "a"]), InvalidValue, "labels"),
+        (lambda: index(paths=["a", "a"], boxes=[[0, 0, 2, 2]] * 2), InvalidValue, "labels"),
         (lambda: index(boxes=[[0, 0, 1, 1], [3, 0, 3, 5]]), InvalidValue, "boxes"),
         (lambda: index(roles=[1, 4]), InvalidValue, "roles"),
         (lambda: index(cameras=[1]), InvalidValue, "cameras"),
@@ -253,9 +247,10 @@ TABLE = {
         (lambda: loader(epoch=-1), InvalidValue, "epoch"),
         (lambda: loader(num_workers=2, in_order=False), InvalidValue, "in_order"),
         (lambda: RetrievalDataLoader(range(4), range(4)), InvalidType, "batch_sampler"),
-        (lambda: next(iter(loader([torch.zeros(3, 8, 8 + size % 2) for size in range(4)]))), InvalidValue, ""),
+        (lambda: next(iter(loader([(torch.zeros(3, 8, 8 + size % 2), 0) for size in range(4)]))), InvalidValue, ""),
         (lambda: next(iter(loader([{"tags": [0] * (1 + size % 2)} for size in range(4)]))), InvalidValue, "tags"),
         (lambda processes: next(iter(processes(5) or loader())), InvalidValue, ""),
+        (lambda processes: next(iter(processes(3) or pairs().train_dataloader())), InvalidValue, ""),
     ],
     "Glyphs": [(lambda: Glyphs(clases_per_batch=3), InvalidType, "", "`clases_per_batch`")],
 }
