@@ -2,7 +2,6 @@
 
 import io
 import os
-import socket
 import struct
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from PIL import EpsImagePlugin, Image, ImageFile
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation import decoding
-from lightning_retrieval.preparation.decoding import image_files, image_suffixes, read_image, read_pixels
+from lightning_retrieval.preparation.decoding import image_files, read_image, read_pixels
 from lightning_retrieval.preparation.prepare import open_image, prepare
 from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate
@@ -29,13 +28,9 @@ def test_images_are_rgb_and_cropped(tmp_path):
     assert [tuple(images[i]["images"].shape) for i in range(4)] == [(4, 6, 3)] * 4
     assert np.array_equal(images[0]["images"], grid)
     assert (images[1]["images"][..., 0] == images[1]["images"][..., 2]).all()
-    boxes = ImageSet(
-        ImageIndex(["a.png"] * 3, range(3), boxes=[[1, 2, 3, 4], [-5, -5, 2, 99], [9, 9, 12, 12]]), tmp_path, as_it_is
-    )
+    boxes = ImageSet(ImageIndex(["a.png"] * 2, range(2), boxes=[[1, 2, 3, 4], [-5, -5, 2, 99]]), tmp_path, as_it_is)
     assert np.array_equal(boxes[0]["images"], grid[2:4, 1:3])
     assert np.array_equal(boxes[1]["images"], grid[:, :2])
-    with pytest.raises(ValueError, match=r"a\.png \(its box \[9, 9, 12, 12\] is outside of its 6 x 4 pixels\)"):
-        boxes[2]
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
@@ -68,30 +63,23 @@ NOT_OPENED = {
 }
 
 
-def inputs_of_readers(path):
-    """Each way in which the library reads an image file."""
-    about = {"preparation": Preparation(8).as_dict(), "input": "uint8"}
-    yield "read_image", lambda: read_image(path)
-    yield "read_pixels", lambda: read_pixels(path)
-    yield "stream", lambda: read_pixels(io.BytesIO(path.read_bytes()))
-    yield "ImageSet", lambda: ImageSet(ImageIndex([path.name], [0]), path.parent, as_it_is)[0]
-    yield "prepare", lambda: prepare(open_image(path), about)
-    yield "prepare of an opened file", lambda: prepare(Image.open(io.BytesIO(path.read_bytes())), about)
-    yield "Preparation of an opened file", lambda: Preparation(8)(Image.open(io.BytesIO(path.read_bytes())))
-
-
 @pytest.mark.hostile
 @pytest.mark.refusal
-@pytest.mark.parametrize("suffix", ["jpg", "png", "eps"])
-@pytest.mark.parametrize("kind", NOT_OPENED)
+@pytest.mark.parametrize(("kind", "suffix"), [*((kind, "jpg") for kind in NOT_OPENED), ("eps", "eps"), ("iptc", "png")])
 def test_formats_that_start_a_program_or_need_a_library_are_never_decoded(tmp_path, monkeypatch, kind, suffix):
     """The fixture `users_folder` fails if a program starts. Ghostscript is looked for once in a process."""
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
     path = tmp_path / f"cat.{suffix}"
     path.write_bytes(NOT_OPENED[kind])
-    for _, read in inputs_of_readers(path):
+    about = {"preparation": Preparation(8).as_dict(), "input": "uint8"}
+    for transform in (as_it_is, Preparation(8)):
+        with pytest.raises(ValueError, match=path.name):
+            ImageSet(ImageIndex([path.name], [0]), tmp_path, transform)[0]
+    for prepared in (Preparation(8), lambda image: prepare(image, about)):
         with pytest.raises((ValueError, OSError, ArithmeticError)):  # the last one where the test itself opens it
-            read()
+            prepared(Image.open(io.BytesIO(path.read_bytes())))
+    with pytest.raises((ValueError, OSError)):
+        open_image(path)
 
 
 def test_the_content_decides_the_format(tmp_path):
@@ -99,13 +87,6 @@ def test_the_content_decides_the_format(tmp_path):
     for kind in ("png", "jpeg", "webp", "bmp", "gif", "tiff", "tga", "ppm"):
         image.save(tmp_path / "a.jpg", format=kind)
         assert np.abs(np.asarray(read_image(tmp_path / "a.jpg"))[0, 0].astype(int) - (250, 10, 10)).max() < 8, kind
-
-
-def test_suffixes_are_those_of_formats_that_are_opened():
-    assert {".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".jp2"} <= image_suffixes()
-    assert (
-        not {".eps", ".ps", ".pdf", ".iim", ".wmf", ".emf", ".mpg", ".h5", ".mic", ".fpx", ".fits"} & image_suffixes()
-    )
 
 
 def test_a_format_that_another_package_adds_is_read(tmp_path, monkeypatch):
@@ -117,50 +98,24 @@ def test_a_format_that_another_package_adds_is_read(tmp_path, monkeypatch):
             self.tile = [("raw", (0, 0, 2, 2), 4, ("RGB", 0, 1))]
 
     (tmp_path / "a.red").write_bytes(b"RED!" + bytes([255, 0, 0]) * 4)
-    with pytest.raises(OSError, match="cannot identify"):
-        read_image(tmp_path / "a.red")
     monkeypatch.setattr(Image, "ID", [*Image.ID, "RED"])
     monkeypatch.setitem(Image.OPEN, "RED", (Reader, lambda start: start.startswith(b"RED!")))
     monkeypatch.setitem(Image.EXTENSION, ".red", "RED")
-    assert ".red" in image_suffixes()
+    assert image_files(tmp_path).paths == ["a.red"]
     assert np.asarray(read_image(tmp_path / "a.red"))[1, 1].tolist() == [255, 0, 0]
 
 
-def special_files(folder):
-    """Files of a folder that are not regular: reading a FIFO or a device need never end."""
-    os.mkfifo(folder / "fifo.jpg")
-    (folder / "device.jpg").symlink_to("/dev/zero")
-    (folder / "folder.jpg").mkdir()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / "socket.jpg"))
-    return ["fifo.jpg", "device.jpg", "folder.jpg", "socket.jpg"]
-
-
-@pytest.mark.hostile
-@pytest.mark.refusal
-def test_only_regular_files_are_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
-    for name in special_files(tmp_path.relative_to(tmp_path)):
-        sentence = "it is not a regular file, but a FIFO, a socket or a device"
-        if name == "folder.jpg":
-            sentence = "it is a folder, not a file"
-        for reader, read in inputs_of_readers(tmp_path / name):
-            if reader in ("stream", "prepare of an opened file", "Preparation of an opened file"):
-                continue  # the test itself would open the file
-            with pytest.raises(ValueError, match=sentence):
-                read()
-
-
-@pytest.mark.refusal
-def test_only_regular_files_are_listed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    special_files(tmp_path.relative_to(tmp_path))
+@pytest.mark.posix
+def test_only_regular_files_are_listed(tmp_path):
+    """Reading a FIFO or a device need never end, and Pillow opens no documents."""
+    os.mkfifo(tmp_path / "fifo.jpg")
+    (tmp_path / "device.jpg").symlink_to("/dev/zero")
     picture(tmp_path / "folder.jpg" / "a.PNG")
+    (tmp_path / "folder.jpg" / "b.pdf").write_text("no image")
     (tmp_path / "gone.png").symlink_to("nowhere.png")  # whoever reads it reports it
-    (tmp_path / "loop.png").symlink_to("loop.png")
     found = image_files(tmp_path)
-    assert found.paths == ["folder.jpg/a.PNG", "gone.png", "loop.png"]
-    assert found.special == ["device.jpg", "fifo.jpg", "socket.jpg"]
+    assert found.paths == ["folder.jpg/a.PNG", "gone.png"]
+    assert found.special == ["device.jpg", "fifo.jpg"]
 
 
 def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
@@ -184,27 +139,23 @@ def test_links_to_folders_are_followed_but_no_folder_is_listed_twice(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, as_another_user):
+def test_a_folder_that_cannot_be_listed_is_not_skipped(tmp_path, as_another_user):
     picture(tmp_path / "photos" / "cats" / "a.png")
     (tmp_path / "photos" / "cats").chmod(0)
     with (
         as_another_user(),
-        pytest.raises(OSError, match=r"^the folder photos/cats cannot be listed \(Permission denied\), so its"),
+        pytest.raises(OSError, match="photos/cats"),
     ):
         image_files(Path("photos"))
     (tmp_path / "photos" / "cats").chmod(0o755)
 
 
 @pytest.mark.refusal
-def test_a_link_to_a_folder_that_is_gone_is_an_error(tmp_path):
+def test_a_link_to_a_folder_that_is_gone_is_not_skipped(tmp_path):
     picture(tmp_path / "cats" / "a.png")
     (tmp_path / "dogs").symlink_to("disk/dogs")
-    sentence = rf"^the link {tmp_path}/dogs leads to disk/dogs, which does not exist, .* or remove the link\.$"
-    with pytest.raises(FileNotFoundError, match=sentence):
+    with pytest.raises(FileNotFoundError, match="dogs"):
         image_files(tmp_path)
-    (tmp_path / "dogs").unlink()
-    (tmp_path / "notes.txt").symlink_to("gone.txt")  # the name of a file
-    assert image_files(tmp_path).paths == ["cats/a.png"]
 
 
 MALFORMED_EXIF = {
@@ -218,8 +169,9 @@ MALFORMED_EXIF = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about the metadata
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-@pytest.mark.parametrize("name", MALFORMED_EXIF)
+@pytest.mark.parametrize(
+    ("name", "suffix"), [*((name, "jpg") for name in MALFORMED_EXIF), ("offset", "png"), ("type", "webp"), ("", "tif")]
+)
 def test_an_image_with_a_malformed_exif_block_is_upright(tmp_path, name, suffix):
     path = tmp_path / f"a.{suffix}"
     image = Image.new("RGB", (9, 5), "red")
@@ -232,7 +184,6 @@ def test_an_image_with_a_malformed_exif_block_is_upright(tmp_path, name, suffix)
     assert read_pixels(path, np.array([1, 1, 8, 4])).shape == (3, 3, 7)
     about = {"preparation": Preparation((5, 9)).as_dict(), "input": "uint8"}
     assert prepare(open_image(path), about).shape == (3, 5, 9)
-    assert Preparation(None, reduced_scale=True)(open_image(path)).shape == (3, 5, 9)
 
 
 def test_sixteen_bits_are_scaled_to_eight(tmp_path):
@@ -256,35 +207,28 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "boxes"),
     [
-        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, whose range"),
-        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, whose range"),
-        (np.full((4, 4), 200, np.int32), "it holds 32-bit integers from 200 to 200"),
+        (np.full((4, 4), 0.5, np.float32), None),
+        (np.full((4, 4), 65536, np.int32), None),
+        (np.full((4, 4), 200, np.int32), None),
+        (np.zeros((4, 4), np.uint8), [[9, 9, 12, 12]]),
     ],
 )
-def test_pixels_of_unknown_range_raise(tmp_path, values, sentence):
+def test_pixels_of_unknown_range_and_boxes_outside_of_the_image_are_not_guessed(tmp_path, values, boxes):
     Image.fromarray(values).save(tmp_path / "a.tif")
-    images = ImageSet(ImageIndex(["a.tif"], [0]), tmp_path, as_it_is)
-    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.tif \({sentence}"):
+    images = ImageSet(ImageIndex(["a.tif"], [0], boxes=boxes), tmp_path, as_it_is)
+    with pytest.raises(ValueError, match=r"a\.tif"):
         images[0]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("of a decoder"), NotImplementedError("of another")])
-def test_any_error_of_a_decoder_names_the_path(tmp_path, monkeypatch, error):
+def test_an_interrupt_is_not_skipped_as_a_damaged_image(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     picture(tmp_path / "a.png")
-
-    def fails(*_):
-        raise error
-
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fails)
-    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
-    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.png \(of a"):
-        images[0]
-    images.on_error = "skip"
-    with pytest.warns(UserWarning, match="skipped so far in this set: 1"):
-        assert images[0]["roles"] == 0
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is, on_error="skip")
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", interrupted)
     with pytest.raises(KeyboardInterrupt):
         images[0]
 
@@ -302,8 +246,9 @@ UPRIGHT = {
 }
 
 
-@pytest.mark.parametrize("orientation", UPRIGHT)
-@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+@pytest.mark.parametrize(
+    ("orientation", "suffix"), [*((orientation, "png") for orientation in UPRIGHT), (6, "tif"), (5, "webp")]
+)
 def test_boxes_are_in_pixels_of_the_file_or_of_the_upright_image(tmp_path, orientation, suffix):
     grid = picture(tmp_path / "a.png")
     exif = Image.Exif()
@@ -384,31 +329,19 @@ def test_pixels_of_a_picture_of_two_images_are_those_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", range(10))
-@pytest.mark.parametrize("before", [False, True])
-def test_pixels_are_rotated_and_cropped_as_pillow_does(tmp_path, orientation, before):
+def test_pixels_are_rotated_and_cropped_as_pillow_does(tmp_path, orientation):
     path = noise(tmp_path / "a.jpg", "RGB", exif=orientation)
     assert_same_pixels(path)
-    assert_same_pixels(path, np.array([-2, 7, 30, 41]), boxes_before_rotation=before)
-    with pytest.raises(ValueError, match=r"^its box \[61, 61, 70, 70\] is outside of its"):
-        read_pixels(path, np.array([61, 61, 70, 70]))
+    for before in (False, True):
+        assert_same_pixels(path, np.array([-2, 7, 30, 41]), boxes_before_rotation=before)
 
 
-def test_jpegs_are_decoded_by_torchvision_and_all_others_by_pillow(tmp_path, monkeypatch):
-    def decode(*_):
-        raise AssertionError("torchvision decodes")
-
-    jpeg, others = (
-        noise(tmp_path / "a.jpg", "RGB"),
-        [noise(tmp_path / "b.png", "RGB"), noise(tmp_path / "c.jpg", "CMYK")],
-    )
-    wanted = np.asarray(read_image(jpeg))
-    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("Pillow decodes"))
-    assert np.array_equal(read_pixels(jpeg).permute(1, 2, 0), wanted)
-    monkeypatch.undo()
-    for decoder in (decode, None):  # of a torchvision without libjpeg, or without decoders: Pillow decodes JPEGs too
-        monkeypatch.setattr(decoding, "decode_image", decoder)
-        for path in [jpeg, *others]:
-            assert_same_pixels(path)
+def test_pillow_decodes_jpegs_for_a_torchvision_without_decoders(tmp_path, monkeypatch):
+    """Some builds of torchvision have none (promise 7)."""
+    path = noise(tmp_path / "a.jpg", "RGB")
+    wanted = result(read_pixels, path)
+    monkeypatch.setattr(decoding, "decode_image", None)
+    assert result(read_pixels, path) == wanted
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -451,13 +384,10 @@ def test_pixels_at_a_reduced_scale_are_those_of_pillow(tmp_path, name):
         wanted, least_size = np.rot90(wanted, -1), (40, 32)
     for read in (read_image, read_pixels):
         assert result(read, path, least_size=least_size) == content(wanted)
-    assert np.asarray(read_image(path)).shape == read_pixels(path).permute(1, 2, 0).shape
-    assert read_image(path).width * read_image(path).height == 160 * 130
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("least_size", [(20, 30), (15, 9)])
+@pytest.mark.parametrize(("before", "least_size"), [(False, (20, 30)), (True, (15, 9))])
 def test_boxes_are_the_same_part_at_a_reduced_scale(tmp_path, orientation, before, least_size):
     """Smooth pictures, so that the part of the full image, resized, must be close to the part of the reduced one."""
     path = noise(tmp_path / "a.jpg", "RGB", size=(240, 200), exif=orientation, quality=95)
@@ -483,8 +413,6 @@ def test_a_box_is_rounded_outwards_at_a_reduced_scale(tmp_path, read):
         quarter = np.asarray(image)
     found = result(read, path, np.array([9, 23, 119, 151]), least_size=(30, 26))
     assert found == content(quarter[5:38, 2:30])
-    with pytest.raises(ValueError, match=r"^its box \[240, 0, 250, 9\] is outside of its 240 x 200 pixels"):
-        read(path, np.array([240, 0, 250, 9]), least_size=(2, 2))
 
 
 @pytest.mark.parametrize("least_size", [None, (32, 32)])

@@ -1,15 +1,13 @@
-"""The preparation of a model: what its weights want, what a user changes, what it was evaluated with."""
+"""The preparation of a model: what its weights want, and what a user changes."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.preparation.of_model import merged_preparation, preparation_of_processor
-from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
 
 CROPPED = {"image_size": 240, "resize": 255, "interpolation": "bicubic"}
@@ -22,7 +20,6 @@ EXACT = {"image_size": 224, "resize": (256, 256)}
         (CROPPED, {}, 240, 255),
         (CROPPED, {"image_size": 480}, 480, 510),
         (CROPPED, {"image_size": 480, "resize": 500}, 480, 500),
-        (CROPPED, {"image_size": (32, 64)}, (32, 64), None),
         (EXACT, {"image_size": 112}, 112, (128, 128)),
         ({"image_size": 200, "resize": 200}, {"image_size": 33}, 33, 33),
         ({}, {"image_size": 64}, 64, None),
@@ -45,12 +42,6 @@ def test_a_preparation_and_a_dict_of_settings():
     assert Embedder(name, 8, image_size=96).image_size == 96
     fit = Preparation(64, resize="fit", fill="black")
     assert Embedder(name, 8, preparation=fit, image_size=96).preparation == Preparation(96, resize="fit", fill="black")
-
-
-@pytest.mark.refusal
-def test_invalid_preparation():
-    with pytest.raises(ValueError, match=r"^Embedder: `preparation` must have settings .*, got 'size'"):
-        Embedder("squeezenet1_1", 8, preparation={"size": 64})
 
 
 def test_preparation_of_a_folder_is_what_its_image_processor_does(tmp_path):
@@ -89,14 +80,3 @@ def test_without_a_processor_the_size_is_that_of_the_config(tmp_path):
 )  # fmt: skip
 def test_settings(settings, expected):
     assert preparation_of_processor(settings) == expected
-
-
-def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedder():
-    embedder = Embedder("glyph_net", 8)
-    module = RetrievalModule(embedder, SmoothAPLoss())
-    assert side_of_module(module, "candidates").preparation == embedder.preparation
-    module.preparation = serialise_transform(Preparation(64))
-    assert side_of_module(module, "candidates").preparation == Preparation(64)
-    module.preparation = {"function": "package.function"}
-    assert side_of_module(module, "candidates").preparation is None
-    assert side_of_module(torch.nn.Identity(), "candidates").preparation is None
