@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import pytorch_lightning as pl
@@ -20,6 +21,7 @@ from lightning_retrieval import (
     Updates,
 )
 from lightning_retrieval.losses import After, Before, FastAPLoss, WeightedSum
+from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     Gives,
@@ -197,15 +199,20 @@ def evaluated(**settings) -> RetrievalModule:
 
 @pytest.mark.parametrize("settings", [MEMORY, QUERIES, SCALES])
 def test_the_network_of_a_checkpoint_embeds_as_the_module(tmp_path, settings):
+    """Also the network that the commands index, search, embed and export read, and recognise by its digest."""
     module, run = evaluated(**settings), trainer()
     run.strategy.connect(module)
     run.save_checkpoint(tmp_path / "m.ckpt", weights_only=True)
-    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True).eval()
+    whole = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True).eval()
+    network = restored_network(torch.load(tmp_path / "m.ckpt", weights_only=True)).eval()
     images = torch.randint(256, (3, 1, 32, 32), dtype=torch.uint8)
     with torch.no_grad():
-        for inputs in (images, images.float() / 255):
+        for loaded, inputs in itertools.product((whole, network), (images, images.float() / 255)):
             assert torch.equal(loaded.embed(inputs), module.embed(inputs))
             assert torch.equal(loaded.embed_queries(inputs), module.embed_queries(inputs))
+    assert network_digest(network) == network_digest(module)
+    next(network.embedder.parameters()).data.add_(1)
+    assert network_digest(network) != network_digest(module)
 
 
 def test_a_query_network_without_layers_is_used():

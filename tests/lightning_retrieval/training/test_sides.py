@@ -367,6 +367,24 @@ def test_nan_of_one_side_stops_the_run_before_the_weights_change():
     assert_same(module.embedder, net())
 
 
+def test_evaluation_returns_the_rows_of_both_sides():
+    """Queries have the role 1 and candidates 2, and their ids do not collide."""
+    module, (batch,) = module_of(SmoothAPLoss()), pairs(1)
+    (texts, text_labels, text_ids), (images, labels, ids) = batch["queries"], batch["candidates"]
+    expected = {
+        "embeddings": torch.cat([module.query_embedder(texts), module.embedder(images)]),
+        "labels": torch.cat([text_labels, labels]),
+        "ids": torch.cat([2 * text_ids, 2 * ids + 1]),
+        "roles": torch.tensor([1] * QUERIES + [2] * CANDIDATES),
+    }
+    for step in (module.validation_step, module.test_step, module.predict_step):
+        both, candidates = step(batch, 0), step({"candidates": batch["candidates"]}, 0)
+        assert both.keys() == candidates.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(both[name], values)
+            assert torch.equal(candidates[name], values[QUERIES:])
+
+
 def test_each_direction_and_its_terms_are_logged():
     losses = SmoothAPLoss(tau=0.1), MultiSimilarityLoss()
     module = module_of(WeightedSum({"ap": (1.0, losses[0]), "pairs": (0.5, losses[1])}), "both")
