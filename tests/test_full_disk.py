@@ -13,13 +13,13 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
 from tests.lightning_retrieval.search.commands.glyph_commands import save_checkpoint
-from tests.test_kills import export, save_file, save_model, save_shards
+from tests.test_kills import export, save_file, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.refusal]
 
 LIMIT = 40_000  # bytes, fewer than the weights have
-WRITERS = {"file": save_file, "shards": save_shards, "model": save_model, "export": export}
-ARGUMENTS = {"file": (2.0,), "shards": (2.0,), "model": ("glyph_net", 4)}
+WRITERS = {"file": save_file, "model": save_model, "export": export}
+ARGUMENTS = {"file": (2.0,), "model": ("glyph_net", 4)}
 
 
 def limit_files():
