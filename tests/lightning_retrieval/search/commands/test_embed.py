@@ -11,16 +11,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.main import main
-from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.commands import embed as embed_module
 from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     command,
     error_of,
@@ -215,34 +210,17 @@ def test_embeddings_that_are_not_finite_are_not_indexed(glyphs, tmp_path, capsys
     assert not (tmp_path / "index").exists()
 
 
-other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
-resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)
-
-
-def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path):
-    write_image(tmp_path / "images" / "a.png", size=(50, 40))
-    settings = {"transform": f"{__name__}.resize", "file_format": "npy", "device": "cpu"}
-    embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "e", **settings)
-    (rows,) = all_rows(tmp_path / "e")
-    module = RetrievalModule.load_from_checkpoint(glyphs[0] / "model.ckpt").eval()
-    with torch.no_grad(), Image.open(tmp_path / "images" / "a.png") as image:
-        expected = module.embed(resize(image.convert("RGB"))[None])
-    torch.testing.assert_close(torch.from_numpy(rows.embeddings), expected, atol=1e-5, rtol=0)
-
-
 NET = {"class_path": "planted_module.Net", "init_args": {"in_features": 4, "out_features": 2}}
-LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}}
 LOSS = {"class_path": "lightning_retrieval.SmoothAPLoss", "init_args": {"tau": 0.1}}
 COMMAND_LINE = {
     "_instantiator": "pytorch_lightning.cli.instantiate_module",
     "_class_path": "lightning_retrieval.RetrievalModule",
-    "embedder": LINEAR,
+    "embedder": {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}},
     "loss": LOSS,
 }
 STRANGE = {
     "described": {"embedder": NET, "loss": LOSS},
     "command_line": {**COMMAND_LINE, "embedder": NET},
-    "callable": {**COMMAND_LINE, "optimizer": "planted_module.Net"},
     "instantiator": {**COMMAND_LINE, "_instantiator": "planted_module.Net"},
 }
 
@@ -265,20 +243,10 @@ def test_a_checkpoint_imports_no_module_of_its_own(glyphs, planted, tmp_path, ca
     assert not planted[1].exists()
 
 
-def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_class(planted, tmp_path):
-    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
-    module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(4, 2), loss=SmoothAPLoss(), strict=True)
-    assert type(module.embedder) is nn.Linear
-    assert not planted[1].exists()
-    net = __import__(planted[0]).Net
-    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
-
-
 def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):
     path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
     (tmp_path / "none").mkdir()
     arguments = ["index", f"--checkpoint={path}", f"--images={tmp_path / 'none'}", f"--output={tmp_path / 'index'}"]
     for option in ([], [f"--import_module={planted[0]}"]):
-        with pytest.raises(SystemExit, match=r"^2$"):
-            main([*arguments, *option])
+        assert run(capsys, *arguments, *option)[0] == 2
         assert planted[1].exists() == bool(option)

@@ -279,18 +279,6 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
     assert command(capsys, *indexing(indexed, index))[0] == 0
 
 
-def test_an_index_that_is_built_on_disk_has_the_same_files(embeddings, tmp_path, capsys):
-    """The 15 rows of a file do not suffice for its training."""
-    more = ["--factory=IVF20,Flat", "--parameters=nprobe=20", "--shards=2"]
-    for name, on_disk in {"memory": [], "disk": ["--rows_in_memory=65536"]}.items():
-        output = tmp_path / name
-        assert run(capsys, "index", "--embeddings", embeddings, "--output", output, *more, *on_disk)[::2] == (0, "")
-    assert RetrievalIndex.load(tmp_path / "disk").recall > 0.97  # measured on rows of all files
-    files = {path.name: path.read_bytes() for path in (tmp_path / "memory").glob("files-*/*")}
-    assert len(files) == 5
-    assert {path.name: path.read_bytes() for path in (tmp_path / "disk").glob("files-*/*")} == files
-
-
 def index_by_all(rank, world_size, embeddings, output):
     index_embeddings(embeddings, output, factory="IVF2,Flat", devices=world_size)
 

@@ -184,20 +184,6 @@ def test_a_table_says_labels_roles_splits_and_boxes(glyphs, tmp_path, capsys):
     assert {row["label"] for row in rows if row["finding"] == "class"} == {"name 0", "name 1", "name 2"}
 
 
-def test_a_table_with_other_names_and_another_separator(glyphs, tmp_path, capsys):
-    lines = ["path;kind"]
-    for number, images in enumerate(glyphs_of(2, 6)):
-        for position, pixels in enumerate(images):
-            write(tmp_path / f"{number}-{position}.png", pixels)
-            lines.append(f"{number}-{position}.png;kind {number}")
-    table = tmp_path / "list.csv"
-    table.write_text("\n".join(lines))
-    args = reporting(glyphs[0] / "model.ckpt", table, tmp_path / "a.html")
-    code, _, err = command(capsys, *args, "--delimiter=;", "--columns=image=path,label=kind")
-    assert code == 0, err
-    assert {row["label"] for row in rows_of(tmp_path / "a.csv") if row["finding"] == "class"} == {"kind 0", "kind 1"}
-
-
 def test_unreadable_images_are_named_and_left_out(glyphs, tmp_path, capsys):
     images = tmp_path / "images"
     write_classes(images, 3, 6)
