@@ -38,17 +38,13 @@ def test_the_log_folder_and_tensorboard_get_the_figures_every_n_epochs(tmp_path)
     """All epochs have the same name in TensorBoard, which shows them as steps of one figure."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    callbacks = ScoreHistogram(every_n_epochs=2), PrecisionRecallCurve(), TrainingCurve("val/near/mAP")
+    callbacks = ScoreHistogram(every_n_epochs=2), TrainingCurve("val/near/mAP")
     run = run_with(tmp_path, *callbacks, logger=TensorBoardLogger(tmp_path, version=0), max_epochs=2)
     sets = {name: DataLoader(labelled_points(seed), batch_size=8) for name, seed in (("near", 2), ("far", 3))}
     run.fit(PointsModule(), DataLoader(labelled_points(1), batch_size=8), sets)
     run.logger.experiment.close()
     folder = tmp_path / "lightning_logs/version_0"
     assert sorted(path.name for path in (folder / "retrieval").iterdir()) == [
-        "precision-recall-val-epoch=000-set=far.png",
-        "precision-recall-val-epoch=000-set=near.png",
-        "precision-recall-val-epoch=001-set=far.png",
-        "precision-recall-val-epoch=001-set=near.png",
         "scores-val-epoch=001-set=far.png",
         "scores-val-epoch=001-set=near.png",
     ]
@@ -57,7 +53,6 @@ def test_the_log_folder_and_tensorboard_get_the_figures_every_n_epochs(tmp_path)
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
     events.Reload()
     steps = {"curve": [3, 6], "scores-val-set=far": [6], "scores-val-set=near": [6]}
-    steps |= {f"precision-recall-val-set={name}": [3, 6] for name in sets}
     found = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
     assert found == {f"retrieval/{name}": of_name for name, of_name in steps.items()}
     (event,) = events.Images("retrieval/scores-val-set=far")

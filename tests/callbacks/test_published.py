@@ -47,9 +47,3 @@ def test_training_ends_with_the_best_and_the_last_results_also_of_a_resumed_run(
     for name in ("R@1", "mAP"):
         assert rows[name] == rounded([PUBLISHED[name], evaluation.best[f"val/{name}"], last[f"val/{name}"]])
     assert evaluation.best["val/mAP"] > last["val/mAP"]  # so that best and last differ
-
-
-def test_without_a_validation_nothing_is_printed(capsys):
-    trainer = make_trainer(PublishedResults(SOURCE, PUBLISHED), limit_val_batches=0)
-    trainer.fit(PointsModule())
-    assert SOURCE not in capsys.readouterr().out
