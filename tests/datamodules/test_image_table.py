@@ -77,15 +77,14 @@ def test_labels_are_the_text_of_the_table_if_one_is_not_an_integer(tmp_path, nam
 
 
 def test_without_a_column_split_the_classes_are_split_by_the_seed(tmp_path):
-    names = [f"class {i}" for i in range(10)]
-    rows = [(f"{name}/{i}.jpg", name) for name in names for i in range(2)]
+    rows = [(f"{number}/{i}.jpg", f"class {number}") for number in range(10) for i in range(2)]
     root = write_csv(tmp_path, ("image", "label"), *rows)
     splits = read(root, test_fraction=0.3, split_seed=4)
-    drawn = {names[i] for i in np.random.default_rng(4).permutation(10)[:3]}
-    assert list(splits["test"].names) == sorted(drawn)
-    assert list(splits["train"].names) == sorted(set(names) - drawn)
-    assert list(splits["test"].paths) == [path for path, name in rows if name in drawn]
-    assert list(read(root, test_fraction=0.3, split_seed=5)["test"].names) != sorted(drawn)
+    assert len(splits["test"].names) == 3
+    assert sorted([*splits["test"].names, *splits["train"].names]) == [f"class {number}" for number in range(10)]
+    names = set(splits["test"].names)
+    assert list(splits["test"].paths) == [path for path, name in rows if name in names]
+    assert set(read(root, test_fraction=0.3, split_seed=5)["test"].names) != names
 
 
 def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_together(tmp_path):
@@ -95,16 +94,6 @@ def test_without_a_column_label_the_files_are_split_and_boxes_of_one_file_stay_t
     assert not set(splits["train"].paths) & set(splits["test"].paths)
     assert splits["train"].labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert splits["train"].names is None
-
-
-def test_val_rows_form_the_validation_set_and_others_the_test_sets(tmp_path):
-    rows = [(f"{split}{i}.jpg", split, split) for split in ("train", "val", "easy", "hard") for i in range(2)]
-    data = ImageTable(write_csv(tmp_path, PLAIN, *rows), "images.csv")
-    assert list(data.val_set.index.paths) == ["val0.jpg", "val1.jpg"]
-    assert {name: list(part.index.paths) for name, part in data.test_set.items()} == {
-        "easy": ["easy0.jpg", "easy1.jpg"],
-        "hard": ["hard0.jpg", "hard1.jpg"],
-    }
 
 
 # --- roles, cameras, tags and boxes
@@ -389,7 +378,8 @@ WRONG_ROWS = {
     "no camera": ("image,label,split,camera\na.jpg,1,train,1\nb.jpg,2,test,\n", "line 3"),
     "no category": ("image,label,split,category\na.jpg,1,train,1\nb.jpg,2,test,\n", "line 3"),
     "three sides": ("image,label,split,box\na.jpg,1,train,1 2 3\nb.jpg,2,test,\n", "line 2"),
-    "box without pixels": ("image,label,split,box\na.jpg,1,train,1 2 1 9\nb.jpg,2,test,\n", "line 2"),
+    "box without width": ("image,label,split,box\na.jpg,1,train,1 2 1 9\nb.jpg,2,test,\n", "line 2"),
+    "box without height": ("image,label,split,box\na.jpg,1,train,1 2 9 2\nb.jpg,2,test,\n", "line 2"),
     "unknown flag": ("label,path,split,is_query\n0,a.jpg,train,\n1,b.jpg,validation,maybe\n", "line 3"),
     "no flag in evaluation": (
         "label,path,split,is_query,is_gallery\n0,a.jpg,train,,\n1,b.jpg,validation,False,\n",
