@@ -1,6 +1,5 @@
 """Chromium, driven by its own protocol through a pipe, for tests of pages."""
 
-import base64
 import json
 import os
 import shutil
@@ -99,10 +98,6 @@ class Browser:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
-    def picture(self, path):
-        """Write what is shown to a PNG file."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def close(self):
         """End Chromium."""

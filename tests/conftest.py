@@ -26,7 +26,7 @@ import torch.distributed as dist
 import tests.one_lightning  # noqa: F401 - before anything imports Lightning
 from lightning_retrieval.files import POSIX
 from lightning_retrieval.plain_data import named_by_user
-from tests.processes import run_script, start_processes, wait_for
+from tests.processes import start_processes, wait_for
 
 # Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
 MAY_CHANGE = {
@@ -240,16 +240,6 @@ def run_alone(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="session")
-def run_python(run_alone):
-    """Run a script in a folder as `python script arguments` does, without the time of its imports; what it prints."""
-
-    def run(script, *arguments, folder, timeout=300, **environment):
-        return run_alone(run_script, script, arguments, folder, environment, timeout=timeout)
-
-    return run
-
-
 def results_of_processes(function, world_size, *args, folder, timeout, backend):
     """The results of a function in each of its processes, all of which must end without an error."""
     processes = start_processes(function, world_size, *args, folder=folder, backend=backend)
@@ -261,25 +251,6 @@ def results_of_processes(function, world_size, *args, folder, timeout, backend):
     outputs = "\n".join(process.output()[-3000:] for process in processes)
     assert codes == [0] * world_size, f"exit codes {codes}\n{outputs}"
     return [process.result() for process in processes]
-
-
-@pytest.fixture
-def end_offline_run(tmp_path, monkeypatch):
-    """Run Weights & Biases offline, with its files in `tmp_path`; calling the fixture ends the run and writes them."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb-home"))
-    (tmp_path / "wandb-home").mkdir()
-
-    def end():
-        import wandb
-
-        wandb.finish()
-        wandb.teardown()
-
-    yield end
-    end()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -179,24 +178,6 @@ def wait_for(processes, timeout):
         if None not in codes or any(codes) or time.monotonic() > deadline:
             return codes
         time.sleep(0.01)
-
-
-def run_script(rank, world_size, script, arguments, folder, environment):
-    """What `python script arguments` does in a folder; returns what it prints."""
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = [str(script), *map(str, arguments)]
-    sys.path[0] = str(script.parent)  # not the repository, where a script finds more than its reader does
-    printed = Path.cwd() / "printed"
-    with printed.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
-    sys.stdout.flush()
-    return printed.read_text()
 
 
 def load(file):

@@ -413,10 +413,14 @@ def test_an_optimizer_state_of_another_shape(tmp_path):
         run(tmp_path, 2, tmp_path / "last.ckpt", trained=adam)
 
 
-def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_run, monkeypatch):
+def test_files_elsewhere_are_not_published(users_folder, tmp_path, monkeypatch):
     """Weights & Biases uploads the best checkpoint, whose path a resumed run has from the file."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
     saving = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, "enable_version_counter": False}
     run(tmp_path / "run", 1, saving=[ModelCheckpoint(tmp_path / "run", **saving)])
     private = tmp_path / "private.ckpt"
@@ -426,7 +430,8 @@ def test_files_elsewhere_are_not_published(users_folder, tmp_path, end_offline_r
     resumed = [ModelCheckpoint(tmp_path / "run", **saving)]
     run(tmp_path / "run", 3, checkpoint, resumed, logger=logger)
     assert resumed[0].best_model_path == str(private)  # which may be read
-    end_offline_run()
+    wandb.finish()
+    wandb.teardown()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
     assert any(path.suffix == ".wandb" for path in written)
     assert not [path for path in written if b"words of the user" in path.read_bytes()]
