@@ -346,6 +346,33 @@ def test_an_honest_run_continues_as_before(tmp_path):
     assert before - set(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("mode", "choose_best", "choose_worst"), [("max", max, min), ("min", min, max)])
+def test_without_a_foreign_path_the_best_and_the_worst_are_chosen_again(tmp_path, mode, choose_best, choose_worst):
+    """The worst is deleted next."""
+
+    def saving():
+        settings = {"monitor": "train/loss", "mode": mode, "save_top_k": 2, "every_n_train_steps": 1}
+        return ModelCheckpoint(tmp_path, "{step}", **settings)
+
+    saved, restored, foreign = saving(), saving(), str(tmp_path.parent / "foreign.ckpt")
+    run(tmp_path, 2, saving=[saved])
+    scores = dict(saved.best_k_models)
+    best, worst = choose_best(scores, key=scores.get), choose_worst(scores, key=scores.get)
+
+    def change(state):
+        put_everywhere(state, foreign)
+        state["best_k_models"] |= scores
+
+    checkpoint = write_states(Path(best), change)
+    with pytest.warns(UserWarning, match=DROPPED):
+        trainer(callbacks=[restored], enable_checkpointing=True).test(
+            module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True
+        )
+    assert restored.best_k_models == scores
+    assert (restored.best_model_path, restored.kth_best_model_path) == (best, worst)
+    assert (restored.best_model_score, restored.kth_value) == (scores[best], scores[worst])
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_another_folder(tmp_path, moved):
     """The best checkpoint of the earlier run may be read where it is, and is never deleted."""
