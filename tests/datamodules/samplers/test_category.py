@@ -139,23 +139,6 @@ def test_every_combination_is_drawn_once_before_any_is_drawn_twice_across_epochs
     assert len(orders) > 1 or len(every) == 1  # each refill has a new order
 
 
-def test_the_order_of_the_combinations_depends_on_the_seed():
-    labels = [label for label in range(10) for _ in range(8)]
-    categories = [label % 5 for label in labels]
-    orders = {
-        str([sorted({categories[index] for index in batch}) for batch in make(labels, categories, 2, 4, seed=seed)])
-        for seed in range(5)
-    }
-    assert len(orders) == 5
-
-
-def test_the_order_of_the_categories_in_a_batch_is_random():
-    labels = [label for label in range(8) for _ in range(5)]
-    categories = [label % 2 for label in labels]
-    first = Counter(categories[batch[0]] for epoch in range(40) for batch in make(labels, categories, epoch=epoch))
-    assert min(first[0], first[1]) > 40  # 160 batches
-
-
 def test_each_category_is_drawn_once_per_round_if_there_are_too_many_combinations_to_list():
     """There are 8.5 million combinations of 7 out of 40 categories."""
     labels = [label for label in range(80) for _ in range(4)]

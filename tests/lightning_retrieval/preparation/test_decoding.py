@@ -357,18 +357,6 @@ def test_files_that_end_too_early_raise_as_with_pillow(tmp_path, progressive):
     assert {type(found) for found in results} == {type, tuple}  # errors and pixels
 
 
-def test_damaged_pixels_are_those_of_pillow(tmp_path):
-    path = noise(tmp_path / "whole.jpg", "RGB", size=(90, 60))
-    data = path.read_bytes()
-    random = np.random.default_rng(0)
-    first = data.index(b"\xff\xda")  # the start of the compressed pixels
-    for _ in range(40):
-        damaged = bytearray(data)
-        damaged[int(random.integers(first, len(data)))] ^= int(random.integers(1, 256))
-        path.write_bytes(damaged)
-        assert_same_pixels(path)
-
-
 @pytest.mark.parametrize("name", REDUCED)
 def test_pixels_at_a_reduced_scale_are_those_of_pillow(tmp_path, name):
     mode, settings = REDUCED[name]

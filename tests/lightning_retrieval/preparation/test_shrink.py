@@ -138,15 +138,13 @@ def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, 
 def test_only_the_first_frame_of_an_animation_is_kept(tmp_path, capsys, suffix):
     photos = tmp_path / "photos"
     frames = [Image.new("RGB", (90, 80), colour) for colour in ("red", "green", "blue")]
-    for name in (f"1.{suffix}", f"2.{suffix}"):
-        photos.mkdir(exist_ok=True)
-        frames[0].save(photos / name, save_all=True, append_images=frames[1:])
-    write_image(photos / "3.png", size=(90, 80))
+    photos.mkdir()
+    frames[0].save(photos / f"1.{suffix}", save_all=True, append_images=frames[1:])
     small = [frame.resize((9, 8)) for frame in frames]
     small[0].save(photos / f"small.{suffix}", save_all=True, append_images=small[1:])
     code, out, err = run(capsys, photos, tmp_path / "small", "--size", 40)
     assert (code, err) == (0, "")
-    assert "2 animations" in out
+    assert "1 animations" in out
     with Image.open(tmp_path / "small" / f"1.{suffix}") as copy:
         assert not getattr(copy, "is_animated", False)
         assert np.abs(np.asarray(copy.convert("RGB"))[5, 5] - np.array([255, 0, 0])).max() < 9

@@ -135,22 +135,6 @@ def test_random_crops_are_crops_of_the_padded_image(name):
     assert reduced.least_size == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "least_size"),
-    [
-        ("plain", {"image_size": 28}, (32, 32)),
-        ("plain", {"image_size": (20, 30)}, (20, 30)),
-        ("plain", {"image_size": None}, (256, 256)),
-        ("roadmap", {"image_size": 28, "resize": (32, 40)}, (32, 32)),
-        ("smooth_ap", {"image_size": 28}, (115, 115)),  # 28 / sqrt(0.08 * 3 / 4), rounded up
-        ("ap_gem", {"image_size": 28}, (46, 46)),  # 28 / sqrt(0.5 * 3 / 4)
-    ],
-)
-def test_what_training_needs_of_a_reduced_scale(name, settings, least_size):
-    assert training_transform(name, Preparation(**settings, reduced_scale=True)).least_size == least_size
-    assert training_transform(name, Preparation(**settings)).least_size is None
-
-
 @pytest.mark.parametrize("size", [(20, 36), (36, 20), (28, 28)])
 @pytest.mark.parametrize("name", ["smooth_ap", "ap_gem"])
 def test_no_random_crop_of_the_least_size_is_enlarged(name, size):
