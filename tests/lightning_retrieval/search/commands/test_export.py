@@ -194,3 +194,10 @@ def test_a_file_of_the_user_is_not_replaced(name, content, glyphs, tmp_path):
         export_model(glyphs[0] / "model.ckpt", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == content
+
+
+def test_an_old_torch_is_named_before_anything_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
+    with pytest.raises(ValueError, match=r"2\.6\.0"):
+        export_model(tmp_path / "model.ckpt", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

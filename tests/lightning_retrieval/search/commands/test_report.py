@@ -119,6 +119,12 @@ def test_paths_are_relative_and_metrics_are_those_of_the_library(reported, hosti
     assert values["R@1"] == pytest.approx(float(expected["R@1"]), abs=1e-6)
     images = {row["image"].removeprefix("'") for row in rows if row["finding"] in ("query", "no positive")}
     assert images == set(embedded.paths)
+    unit = torch.nn.functional.normalize(torch.from_numpy(embedded.embeddings), dim=1)
+    nearest = dict(zip(embedded.paths, (unit @ unit.T).fill_diagonal_(-1).argmax(1).tolist()))
+    for row in rows:
+        if row["finding"] == "query":
+            other = embedded.paths[nearest[row["image"].removeprefix("'")]]
+            assert row["other_image"].removeprefix("'") == other
     (copy,) = [row for row in rows if row["finding"] == "duplicate" and float(row["value"]) > 0.9999]
     assert {copy["image"], copy["other_image"]} == {f"'{FORMULA}/copy.png", f"{SCRIPT}/0{SCRIPT}.png"}
 
