@@ -399,13 +399,3 @@ def test_a_resized_image_has_at_least_one_pixel():
     embed = RecordsSizes()
     multi_scale(embed, torch.rand(1, 1, 4, 40), scales=[0.1])
     assert embed.seen == [(1, 4)]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore:.*might cause the trace")
-@pytest.mark.parametrize("training", [False, True])
-def test_the_trace_of_an_embedder_gives_its_embeddings(training):
-    embedder = Embedder("resnet18", 8, freeze_batch_norm=True).train(training)
-    images = torch.rand(2, 3, 32, 32)
-    traced = torch.jit.trace(embedder, images)
-    others = torch.rand(5, 3, 32, 32)
-    torch.testing.assert_close(traced(others), embedder(others))

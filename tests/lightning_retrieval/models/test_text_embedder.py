@@ -77,9 +77,15 @@ def test_texts_are_cut_at_the_end_that_the_tokenizer_names(side, tmp_path):
             assert found.tokenizer([text]).tolist() == [wanted]
 
 
-@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast"])
-@pytest.mark.parametrize("of_config", [True, False])
-@pytest.mark.parametrize("of_file", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "of_config", "of_file"),
+    [
+        ("BertTokenizer", True, False),
+        ("BertTokenizer", False, True),
+        ("PreTrainedTokenizerFast", True, False),
+        ("PreTrainedTokenizerFast", False, True),
+    ],
+)
 def test_a_tokenizer_of_bert_changes_the_case_as_transformers_does(kind, of_config, of_file, tmp_path):
     import transformers
 
