@@ -148,7 +148,7 @@ def test_the_folder_of_a_checkpoint_callback_is_searched_too(tmp_path, capsys, c
     assert str(own) in capsys.readouterr().err
 
 
-def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_path, caplog, capsys):
+def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_path, capsys):
     """After Ctrl-C in the second epoch and a checkpoint that is half written; the rows are those of one start."""
     run = tmp_path / "run"
     options = [f"--run_folder={run}", "--trainer.log_every_n_steps=1"]
