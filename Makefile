@@ -14,7 +14,7 @@ check:  ## ruff, and mypy against the installed wheel
 test:  ## the tests of the library, on two processes
 	$(PYTHON) -m pytest -n 2 --dist loadfile
 
-test-examples:  ## the tests of examples, configs, notebooks, study, benchmarks and documents, on two processes
+test-examples:  ## the code of the documents, notebooks, examples and the papers' configs, on two processes
 	$(PYTHON) -m pytest -n 2 --dist worksteal tests/examples
 
 test-fast:  ## the tests of the library without the slow ones, on two processes, as README's test command

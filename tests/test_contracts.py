@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -286,6 +287,13 @@ def test_every_public_name_has_an_entry():
     missing, gone = PUBLIC.keys() - TABLE.keys() - NOT_MADE, (TABLE.keys() | NOT_MADE) - PUBLIC.keys()
     assert not missing, f"write an entry in TABLE for {sorted(missing)}"
     assert not gone, f"no longer public: {sorted(gone)}"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if int in map(type, entry.settings.values())])
+def test_integers_of_numpy_are_integers(name):
+    integers = {key: value for key, value in settings_of(name).items() if type(value) is int}
+    made = PUBLIC[name](**{**settings_of(name), **{key: np.int64(value) for key, value in integers.items()}})
+    assert all(getattr(made, key, value) == value for key, value in integers.items())
 
 
 @with_contract("repr", nn.Module)
