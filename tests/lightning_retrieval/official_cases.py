@@ -11,10 +11,9 @@ OFFICIAL = {"rtol": 0, "atol": 1e-10}
 
 
 def official_cases(prefix):
-    """Parametrize a test by the cases whose id starts with `prefix`, one of the three that are in use."""
-    assert len(GOLDEN) == 12
-    assert {case["id"].split(".")[0] for case in GOLDEN} == {"alpha_qe", "alpha_dba", "pca_whitening"}
+    """Parametrize a test by the cases whose id starts with `prefix`."""
     cases = [pytest.param(case, id=case["id"]) for case in GOLDEN if case["id"].startswith(prefix)]
+    assert cases
     return pytest.mark.parametrize("case", cases)
 
 

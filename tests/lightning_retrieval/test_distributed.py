@@ -11,7 +11,7 @@ from lightning_retrieval.distributed import fork_may_deadlock, together
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ends_with", "is_open"), [("", False), ("raise SystemExit(0)", False), ("1 / 0", True)])
+@pytest.mark.parametrize(("ends_with", "is_open"), [("", False), ("1 / 0", True)])
 def test_gloo_is_closed_before_the_interpreter_ends_unless_by_an_error(tmp_path, ends_with, is_open):
     script = tmp_path / "script.py"
     script.write_text(
@@ -44,10 +44,8 @@ def fork_while_a_thread_waits(this, world):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not fork_may_deadlock(*sys.version_info[:3]), reason="this Python forks without a deadlock")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_threads_finish_before_a_fork_of_several_processes(processes, run_processes):
-    finished = int(processes > 1)
-    assert run_processes(fork_while_a_thread_waits, processes) == [finished] * processes
+def test_threads_finish_before_a_fork_of_several_processes(run_processes):
+    assert run_processes(fork_while_a_thread_waits, 2) == [1, 1]
 
 
 class DecodingError(Exception):
