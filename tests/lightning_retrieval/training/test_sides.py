@@ -35,6 +35,7 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
+from lightning_retrieval.losses.batch_loss import BatchLoss
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
 from tests.quiet_trainer import quiet_trainer
 
@@ -254,12 +255,22 @@ def test_one_network_adds_the_gradients_of_both_sides(chunk_size):
     assert int(norm.num_batches_tracked) == (0 if chunk_size else 6)
 
 
+class Candidates(BatchLoss):
+    """A loss that ignores the queries."""
+
+    def of_batch(self, batch):
+        return batch.ref_emb.square().mean()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_side_that_the_loss_ignores_does_not_learn(chunk_size):
+    module = module_of(Candidates(), chunk_size=chunk_size)
+    fit(module, pairs())
+    assert_same(module.query_embedder, query_net())
+    assert not torch.equal(module.embedder[0].weight, net()[0].weight)
+
+
 # --- A side that is not trained
-
-
-def with_norm_and_dropout(make):
-    torch.manual_seed(9)
-    return nn.Sequential(*make(0.5), nn.BatchNorm1d(4)).double()
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -272,11 +283,8 @@ def test_a_frozen_side_is_embedded_in_evaluation_mode(side, chunk_size):
     before, plain = copy.deepcopy(frozen.state_dict()), copy.deepcopy(networks)
     plain[side].eval().requires_grad_(False)
     plain_run(SmoothAPLoss(tau=0.1), pairs(), "both", networks=plain.values())
-    of_sides = {"frozen_side": side}
-    fit(
-        module_of(SmoothAPLoss(tau=0.1), "both", networks=networks.values(), chunk_size=chunk_size, of_sides=of_sides),
-        pairs(),
-    )
+    settings = {"networks": networks.values(), "chunk_size": chunk_size, "of_sides": {"frozen_side": side}}
+    fit(module_of(SmoothAPLoss(tau=0.1), "both", **settings), pairs())
     for name, network in networks.items():
         assert_same(network, plain[name])
     assert frozen[-1].training
