@@ -6,7 +6,6 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.datamodules import BoxIndex, BoxSet
-from lightning_retrieval.datamodules.detection.boxes import collate_boxes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 BOX, OTHER = [1, 2, 5, 6], [0.5, 0, 3, 9]
@@ -74,9 +73,3 @@ def test_an_image_may_have_no_object(folder):
         _, target = box_set(folder[0], train, boxes=[])[0]
         assert target["boxes"].shape == (0, 4)
         assert target["labels"].dtype == torch.int64
-
-
-def test_collate_keeps_images_of_different_sizes():
-    images, targets = collate_boxes([(torch.zeros(3, 4, 5), {"a": 1}), (torch.zeros(3, 6, 5), {"a": 2})])
-    assert [image.shape[1] for image in images] == [4, 6]
-    assert targets == [{"a": 1}, {"a": 2}]

@@ -159,15 +159,6 @@ def test_what_is_frozen(pyramid_detector):
     assert frozen == {name for name in convolutions if name.startswith(("conv1", "layer1"))}
 
 
-def test_settings_reach_torchvision(pyramid_detector):
-    small = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
-    assert (small.roi_heads.score_thresh, small.roi_heads.detections_per_img) == (0.2, 3)
-    for detector, outputs in ((small, 8), (pyramid_detector, 3)):
-        assert detector.roi_heads.box_predictor.cls_score.out_features == outputs
-        assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
-    assert (pyramid_detector.transform.min_size, pyramid_detector.transform.max_size) == ((64,), 80)
-
-
 def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
     import timm
 

@@ -78,6 +78,14 @@ def test_what_an_evaluation_does(tmp_path, settings, of_embedder, recorded, want
         assert module.embedder.shapes == {(3, *wanted.crop_size)}
 
 
+def test_a_prediction_is_made_with_the_transform_of_the_evaluation(tmp_path):
+    module = RetrievalModule(Small(), SmoothAPLoss())
+    run("fit", module, images_in(tmp_path / "images", eval_transform=TINY))
+    module.embedder.shapes.clear()
+    run("predict", module, images_in(tmp_path / "images"))
+    assert module.embedder.shapes == {(3, 8, 8)}
+
+
 def test_the_background_is_that_of_a_given_preparation_else_the_arguments(tmp_path):
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).mkdir()

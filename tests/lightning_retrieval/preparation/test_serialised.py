@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import InterpolationMode, transforms, v2
+from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import (
@@ -43,8 +43,6 @@ def albumentations_transform():
 TRANSFORMS = {
     "preparation": lambda: Preparation((40, 30), interpolation="bicubic", background=(1, 2, 3)),
     "v2": lambda: v2.Compose([v2.Resize(40, InterpolationMode.BICUBIC), v2.CenterCrop((32, 30)), *TO_TENSOR]),
-    "nested": lambda: v2.Compose([v2.Compose([v2.Resize((40, 30)), v2.Pad(3, fill=7)]), *TO_TENSOR]),
-    "v1": lambda: transforms.Compose([transforms.Resize(40), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]),
     "timm": timm_transform,
     "albumentations": albumentations_transform,
 }
@@ -66,21 +64,12 @@ def own(image):
     return v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True)
 
 
-class WithState(v2.Resize):
-    """A class of the user's, derived from one of torchvision's."""
-
-    def __init__(self, size):
-        super().__init__(size)
-
-
 @pytest.mark.parametrize(
     ("transform", "name"),
     [
         (own, f"{__name__}.own"),
         (lambda image: image, None),
         (v2.Compose([own, *TO_TENSOR]), None),
-        (v2.Lambda(own), None),
-        (WithState(3), None),
     ],
 )
 def test_code_of_the_user_has_a_name_or_none(transform, name):
@@ -104,19 +93,10 @@ def test_a_function_is_not_imported_without_its_name(planted):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    "path", ["os.system", "torch.package.PackageImporter", "torchvision.transforms.v2.functional.re"]
-)
+@pytest.mark.parametrize("path", ["os.system", "torchvision.transforms.v2.functional.re"])
 def test_only_classes_of_transforms_are_rebuilt(path):
     with pytest.raises(ValueError, match="transform"):
         rebuild_transform({"class_path": path, "init_args": {"x": 1}})
-
-
-@pytest.mark.refusal
-def test_another_transform_than_the_models_raises():
-    recorded = serialise_transform(Preparation(64))
-    with pytest.raises(ValueError, match="plain"):
-        rebuild_transform(recorded, "plain")
 
 
 def test_names_of_callers():
