@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval import SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.commands.adapt import adapt_head
 from lightning_retrieval.search.commands.embed import embed_images
-from lightning_retrieval.search.commands.embedding import load_checkpoint
 from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from lightning_retrieval.search.export.onnx_file import can_write_onnx
-from lightning_retrieval.search.store.rows import FolderRows
-from tests.lightning_retrieval.search.commands.glyph_commands import command, paths_of, run
+from tests.lightning_retrieval.search.commands.glyph_commands import command, embeddings_in, paths_of, run
 
 DIM, USEFUL = 24, 6
 
@@ -73,7 +71,7 @@ def test_features_that_cannot_be_improved_are_reported(checkpoint, tmp_path, cap
     code, out, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, "--max_epochs=3", "--overwrite")
     assert (code, err) == (0, "")
     assert "not shown to be better" in out
-    assert load_checkpoint(output).embedder.embedding_dim == DIM
+    assert RetrievalModule.load_from_checkpoint(output).embedder.embedding_dim == DIM
 
 
 @pytest.mark.parametrize(("source", "warnings"), [("argument", 0), ("default", 1)])
@@ -82,10 +80,10 @@ def test_a_head_is_for_images_prepared_as_those_of_its_embeddings(checkpoint, tm
     preparation = serialise_transform(Preparation.named("glyphs"))
     about = {"preparation": preparation, "preparation_from": source}
     folder = folder_of(tmp_path / "e", checkpoint, *points(noise=0.5), **about)
-    assert load_checkpoint(checkpoint).preparation is None
+    assert RetrievalModule.load_from_checkpoint(checkpoint).preparation is None
     code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", tmp_path / "a.ckpt", "--max_epochs=1")
     assert (code, err.count("make the embeddings again with --transform")) == (0, warnings)
-    assert load_checkpoint(tmp_path / "a.ckpt").preparation == preparation
+    assert RetrievalModule.load_from_checkpoint(tmp_path / "a.ckpt").preparation == preparation
 
 
 def test_labels_of_a_table_with_other_names_and_another_separator(checkpoint, tmp_path, capsys):
@@ -96,7 +94,7 @@ def test_labels_of_a_table_with_other_names_and_another_separator(checkpoint, tm
     args = ["--embeddings", folder, "--labels", tmp_path / "t.csv", "--output", tmp_path / "a.ckpt", "--max_epochs=1"]
     code, _, err = run(capsys, "adapt", *args, "--delimiter=;", "--columns=image=path,label=kind")
     assert code == 0, err
-    assert load_checkpoint(tmp_path / "a.ckpt").embedder.embedding_dim == DIM
+    assert RetrievalModule.load_from_checkpoint(tmp_path / "a.ckpt").embedder.embedding_dim == DIM
 
 
 @pytest.mark.slow
@@ -114,10 +112,10 @@ def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys
     assert run(capsys, "adapt", *args)[0] == 0
 
     embed_images(adapted, images, tmp_path / "new", file_format="npy", device="cpu")
-    module = load_checkpoint(adapted)
+    module = RetrievalModule.load_from_checkpoint(adapted)
     with torch.no_grad():
-        expected = module.embedder.head(FolderRows(EmbeddingFolder.load(embeddings))[:])
-    found = FolderRows(EmbeddingFolder.load(tmp_path / "new"))[:]
+        expected = module.embedder.head(embeddings_in(embeddings)[1])
+    _, found = embeddings_in(tmp_path / "new")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found.shape == (40, 10)
     assert not any(parameter.requires_grad for parameter in module.embedder.embedder.parameters())
@@ -153,5 +151,5 @@ def test_losses_of_both_libraries(checkpoint, tmp_path, capsys, name, arguments)
     options = ["--loss", name, "--loss_args", json.dumps(arguments), "--max_epochs=2", "--batch_size=32"]
     code, _, err = run(capsys, "adapt", "--embeddings", folder, "--output", output, *options)
     assert (code, err) == (0, "")
-    module = load_checkpoint(output)
+    module = RetrievalModule.load_from_checkpoint(output)
     assert module.embedder.head(torch.from_numpy(rows)).shape == rows.shape

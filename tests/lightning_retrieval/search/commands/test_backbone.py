@@ -14,9 +14,8 @@ import torch
 import torchvision
 from PIL import Image
 
-from lightning_retrieval import RetrievalIndex
+from lightning_retrieval import RetrievalIndex, RetrievalModule
 from lightning_retrieval.models import AdaptedEmbedder, Embedder, GeM
-from lightning_retrieval.search.commands.embedding import load_checkpoint
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, run
 
@@ -103,7 +102,7 @@ def test_embeddings_of_a_pretrained_network_are_continued_indexed_and_adapted(ph
     code, _, err = run(capsys, *adapt, *of_backbone(other))
     assert (code, "`--backbone`" in err) == (2, True)
     assert run(capsys, *adapt)[0] == 0
-    module = load_checkpoint(tmp_path / "adapted.ckpt")
+    module = RetrievalModule.load_from_checkpoint(tmp_path / "adapted.ckpt")
     assert isinstance(module.embedder, AdaptedEmbedder)
     assert module.preparation == folder.manifest.preparation
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +17,7 @@ from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     command,
+    embeddings_in,
     error_of,
     indexing,
     paths_of,
@@ -66,9 +66,8 @@ def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys):
     assert command(capsys, "embed", *args)[::2] == (0, "")
     assert (tmp_path / "e" / "part-00001.npy").stat().st_mtime_ns == kept
     embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", file_format="npy", device="cpu")
-    (expected,) = all_rows(tmp_path / "whole")
-    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
-    np.testing.assert_allclose(found, expected.embeddings, atol=1e-6)
+    expected, found = embeddings_in(tmp_path / "whole")[1], embeddings_in(tmp_path / "e")[1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_damaged_file_is_not_continued(glyphs, tmp_path):
@@ -166,12 +165,12 @@ def test_unreadable_images_are_reported_also_by_the_run_that_continues(glyphs, t
 
 def test_mixed_precision_and_half_of_the_space(glyphs, tmp_path):
     embedded(glyphs, tmp_path / "e", precision="bf16-mixed", dtype="float16")
-    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
+    paths, found = embeddings_in(tmp_path / "e")
     exact = dict(zip(paths_of(glyphs[0] / "images"), glyphs[1]))
-    expected = torch.stack([exact[path] for rows in all_rows(tmp_path / "e") for path in rows.paths]).numpy()
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, expected, atol=0.02)
-    assert np.abs(found - expected).max() > 1e-3  # the error of bfloat16; that of float16 is 1e-4
+    expected = torch.stack([exact[path] for path in paths])
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.02)
+    assert (found - expected).abs().max() > 1e-3  # the error of bfloat16; that of float16 is 1e-4
     manifest = EmbeddingFolder.load(tmp_path / "e").manifest
     assert (manifest.precision, manifest.dtype) == ("bf16-mixed", "float16")
 

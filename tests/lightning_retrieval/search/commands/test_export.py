@@ -19,10 +19,9 @@ from lightning_retrieval.preparation import prepare
 from lightning_retrieval.search.commands import export as export_module
 from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.commands.export import export_model
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from tests.datamodules.pictures import write_pictures_of_all_kinds
-from tests.lightning_retrieval.search.commands.glyph_commands import paths_of, save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import embeddings_in, paths_of, save_checkpoint
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -146,8 +145,7 @@ def embedded(checkpoint, pictures):
     """The names and the embeddings of pictures, as `embed` embeds them."""
     output = checkpoint.with_suffix(".embeddings")
     embed_images(checkpoint, pictures, output, file_format="npy", device="cpu")
-    rows = EmbeddingFolder.load(output).read(0)
-    return rows.paths, torch.from_numpy(rows.embeddings)
+    return embeddings_in(output)
 
 
 @pytest.mark.usefixtures("traced")

@@ -11,9 +11,8 @@ import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search.commands.index import index_embeddings
-from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
-from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, indexing, paths_of, run
+from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, indexing, opened, paths_of, run
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +164,12 @@ def test_metadata_and_threshold_survive_an_update(glyphs, table, validation, pla
     (folder / "images" / gone).unlink()
     for settings, rate in (([], 0.1), ([*choosing, 0.5], 0.5)):
         assert command(capsys, *args, "--metadata", table, "--update", *settings)[::2] == (0, "")
-        with opened_index(Path(output), "".join(store[1:]) or None) as index:
+        with opened(output, store) as index:
             price = dict(zip(index.paths(index.ids), index.columns(index.ids)["price"]))
             assert price == {path: row / 4 for row, path in enumerate(paths_of(glyphs[0] / "images")) if row > 0}
             assert index.about["threshold"]["false_match_rate"] == pytest.approx(rate, abs=0.03)
     assert command(capsys, *args, "--overwrite")[0] == 0
-    with opened_index(Path(output), "".join(store[1:]) or None) as index:
+    with opened(output, store) as index:
         assert "threshold" not in index.about
 
 

@@ -17,10 +17,10 @@ from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, Retrieva
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.commands.index import index_embeddings
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     command,
+    embeddings_in,
     error_of,
     indexing,
     paths_of,
@@ -89,8 +89,8 @@ def test_all_commands_prepare_images_as_the_checkpoint_says(tmp_path, capsys):
     assert found == pytest.approx(scores, abs=1e-5)
     args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
     assert command(capsys, "embed", *args)[0] == 0
-    rows = EmbeddingFolder.load(tmp_path / "rows").read(0).embeddings
-    assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
+    _, rows = embeddings_in(tmp_path / "rows")
+    assert torch.allclose(torch.nn.functional.normalize(rows, dim=1), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["index", "embed"])

@@ -16,9 +16,8 @@ from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs
 from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.commands.report import report_images
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.browser import Browser
-from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of
+from tests.lightning_retrieval.search.commands.glyph_commands import command, embeddings_in, error_of
 from tests.lightning_retrieval.search.commands.test_search import Page
 from tests.quiet_trainer import quiet_trainer
 
@@ -107,23 +106,23 @@ def test_no_text_of_the_table_is_a_formula(reported):
 def test_paths_are_relative_and_metrics_are_those_of_the_library(reported, hostile, glyphs, tmp_path):
     settings = {"file_format": "npy", "batch_size": BATCH_SIZE, "device": "cpu"}
     embed_images(glyphs[0] / "model.ckpt", hostile, tmp_path / "e", **settings)
-    embedded = EmbeddingFolder.load(tmp_path / "e").read(0)
-    labels = [Path(path).parent.as_posix() for path in embedded.paths]
+    paths, embeddings = embeddings_in(tmp_path / "e")
+    labels = [Path(path).parent.as_posix() for path in paths]
     metrics = RetrievalMetrics((1,))
     numbers = torch.tensor([sorted(set(labels)).index(label) for label in labels])
-    metrics.update(torch.from_numpy(embedded.embeddings), numbers)
+    metrics.update(embeddings, numbers)
     rows = rows_of(reported.with_suffix(".csv"))
     values = {row["finding"]: float(row["value"]) for row in rows if row["low"]}
     expected = metrics.compute()
     assert values["mAP"] == pytest.approx(float(expected["mAP"]), abs=1e-6)
     assert values["R@1"] == pytest.approx(float(expected["R@1"]), abs=1e-6)
     images = {row["image"].removeprefix("'") for row in rows if row["finding"] in ("query", "no positive")}
-    assert images == set(embedded.paths)
-    unit = torch.nn.functional.normalize(torch.from_numpy(embedded.embeddings), dim=1)
-    nearest = dict(zip(embedded.paths, (unit @ unit.T).fill_diagonal_(-1).argmax(1).tolist()))
+    assert images == set(paths)
+    unit = torch.nn.functional.normalize(embeddings, dim=1)
+    nearest = dict(zip(paths, (unit @ unit.T).fill_diagonal_(-1).argmax(1).tolist()))
     for row in rows:
         if row["finding"] == "query":
-            other = embedded.paths[nearest[row["image"].removeprefix("'")]]
+            other = paths[nearest[row["image"].removeprefix("'")]]
             assert row["other_image"].removeprefix("'") == other
     (copy,) = [row for row in rows if row["finding"] == "duplicate" and float(row["value"]) > 0.9999]
     assert {copy["image"], copy["other_image"]} == {f"'{FORMULA}/copy.png", f"{SCRIPT}/0{SCRIPT}.png"}

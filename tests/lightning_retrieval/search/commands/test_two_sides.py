@@ -10,14 +10,13 @@ from PIL import Image
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss, TwoNetworks
 from lightning_retrieval.models import Embedder, FrozenEmbedder, Preparation, TextEmbedder
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.store.index import RetrievalIndex
-from lightning_retrieval.search.store.rows import FolderRows
 from tests.lightning_retrieval.models.hugging_face_folders import write_text_folder
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     SMALL,
     TEXTS,
     command,
+    embeddings_in,
     error_of,
     run,
     save_checkpoint,
@@ -142,13 +141,12 @@ def test_the_page_shows_a_text_safely(folder, index, capsys, tmp_path):
 
 
 def embedded_queries(folder, tmp_path, capsys, name, source):
-    """The paths, labels and embeddings that `embed --side queries` writes."""
+    """The paths or texts and the embeddings that `embed --side queries` writes."""
     output = tmp_path / name
     given = [f"--checkpoint={folder / name}.ckpt", f"--images={source}", f"--output={output}", "--side=queries"]
     code, _, err = command(capsys, "embed", *given, "--format=npy", "--shard_size=4")
     assert (code, err) == (0, "")
-    rows = FolderRows(EmbeddingFolder.load(output))
-    return list(rows.paths), rows[torch.arange(len(rows))]
+    return embeddings_in(output)
 
 
 def test_texts_and_images_are_embedded_as_queries(folder, tmp_path, capsys):
