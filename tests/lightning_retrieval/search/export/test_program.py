@@ -25,6 +25,7 @@ def test_the_program_is_the_model_with_its_preparation(input_type):
     module = new_module(whitening=whitening, eval_scales=(1.0, 0.5))
     program = EmbeddingProgram(module, GLYPHS, input_type)
     images = program.random_images(4)
+    assert images.is_floating_point() == (input_type == "float")
     pixels = EmbeddingProgram(module, GLYPHS, "uint8").random_images(4)
     with torch.no_grad():
         torch.testing.assert_close(program(images), module.embed(GLYPHS.normalize(pixels)))

@@ -56,7 +56,7 @@ def test_a_reader_finds_a_complete_index_while_others_replace_it(mapped, folder)
 
     def save_again_and_again():
         try:
-            for rows in range(60, 90):
+            for rows in range(60, 75):
                 built(rows=rows).save(folder)
         except Exception as error:
             errors.append(error)
@@ -71,7 +71,7 @@ def test_a_reader_finds_a_complete_index_while_others_replace_it(mapped, folder)
     writer.join()
     assert errors == []
     assert found == sorted(found)
-    assert len(RetrievalIndex.load(folder)) == 89
+    assert len(RetrievalIndex.load(folder)) == 74
 
 
 def test_a_save_replaces_what_was_there_and_what_a_killed_process_left(folder):
