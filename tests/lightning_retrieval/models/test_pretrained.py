@@ -82,7 +82,6 @@ PROGRAMS = {
         "rank1": np.float64(0.88),
         "epoch": 60,
     },
-    "reid-strong-baseline": lambda network, state: {**named(state, "base."), "bottleneck.weight": torch.ones(2)},
     "cnnimageretrieval-pytorch": lambda network, state: {
         "meta": {"architecture": "resnet18", "pooling": "gem"},
         "state_dict": {**named(in_sequence(network), "features."), "pool.p": torch.ones(1)},
