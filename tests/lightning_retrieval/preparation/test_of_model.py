@@ -7,30 +7,9 @@ from PIL import Image
 
 from lightning_retrieval import Embedder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.of_model import merged_preparation, preparation_of_processor
 from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
 
-CROPPED = {"image_size": 240, "resize": 255, "interpolation": "bicubic"}
-EXACT = {"image_size": 224, "resize": (256, 256)}
-
-
-@pytest.mark.parametrize(
-    ("of_weights", "wanted", "image_size", "resize"),
-    [
-        (CROPPED, {}, 240, 255),
-        (CROPPED, {"image_size": 480}, 480, 510),
-        (CROPPED, {"image_size": 480, "resize": 500}, 480, 500),
-        (EXACT, {"image_size": 112}, 112, (128, 128)),
-        ({"image_size": 200, "resize": 200}, {"image_size": 33}, 33, 33),
-        ({}, {"image_size": 64}, 64, None),
-        (CROPPED, {"resize": "fit"}, 240, "fit"),
-        (EXACT, {"image_size": 64, "resize": "fit"}, 64, "fit"),
-    ],
-)
-def test_images_are_resized_in_the_same_proportion_to_another_size(of_weights, wanted, image_size, resize):
-    preparation = merged_preparation(of_weights, wanted)
-    assert (preparation.image_size, preparation.resize) == (image_size, resize)
-    assert preparation.interpolation == of_weights.get("interpolation", "bilinear")
+OF_PROCESSOR = Preparation((32, 32), 48, interpolation="bicubic", mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 
 
 def test_a_preparation_and_a_dict_of_settings():
@@ -57,26 +36,42 @@ def test_preparation_of_a_folder_is_what_its_image_processor_does(tmp_path):
     assert Embedder(f"hf/{tmp_path}", 8, image_size=64).image_size == 64
 
 
-def test_without_a_processor_the_size_is_that_of_the_config(tmp_path):
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (None, Preparation(32)),  # the size is that of the config
+        ({"size": 224}, Preparation(224, 224)),
+        ({"size": {"height": 20, "width": 30}}, Preparation((20, 30), (20, 30))),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}, Preparation(40, 40)),
+        ({"do_normalize": False}, Preparation(32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))),
+        (PROCESSOR, OF_PROCESSOR),
+    ],
+)
+def test_the_preparation_is_that_of_the_weights(tmp_path, processor, expected):
     pytest.importorskip("transformers")
-    write_folder(tmp_path, processor=None)
-    assert Embedder(f"hf/{tmp_path}", 8).preparation == Preparation(32)
+    write_folder(tmp_path, processor=processor)
+    assert Embedder(f"hf/{tmp_path}", 8).preparation == expected
+
+
+CROPPED = {"do_center_crop": True, "size": {"shortest_edge": 255}, "crop_size": 240}
+EXACT = {"do_center_crop": True, "size": {"height": 256, "width": 256}, "crop_size": 224}
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("processor", "wanted", "image_size", "resize"),
     [
-        ({}, {}),
-        ({"size": 224}, {"image_size": 224, "resize": 224}),
-        ({"size": {"height": 20, "width": 30}}, {"image_size": (20, 30), "resize": (20, 30)}),
-        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}, {"image_size": 40, "resize": 40}),
-        ({"do_normalize": False}, {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}),
-        (
-            PROCESSOR,
-            {"image_size": (32, 32), "resize": 48, "interpolation": "bicubic", "mean": (0.4, 0.5, 0.6),
-             "std": (0.2, 0.25, 0.3)},
-        ),
+        (CROPPED, {}, 240, 255),
+        (CROPPED, {"image_size": 480}, 480, 510),
+        (CROPPED, {"image_size": 480, "resize": 500}, 480, 500),
+        (CROPPED, {"resize": "fit"}, 240, "fit"),
+        (EXACT, {"image_size": 112}, 112, (128, 128)),
+        (EXACT, {"image_size": 64, "resize": "fit"}, 64, "fit"),
+        ({"size": 200}, {"image_size": 33}, 33, 33),
+        (None, {"image_size": 64}, 64, None),
     ],
-)  # fmt: skip
-def test_settings(settings, expected):
-    assert preparation_of_processor(settings) == expected
+)
+def test_images_are_resized_in_the_same_proportion_to_another_size(tmp_path, processor, wanted, image_size, resize):
+    pytest.importorskip("transformers")
+    write_folder(tmp_path, processor=processor)
+    preparation = Embedder(f"hf/{tmp_path}", 8, preparation=wanted).preparation
+    assert (preparation.image_size, preparation.resize) == (image_size, resize)
