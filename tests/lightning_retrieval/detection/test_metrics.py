@@ -262,17 +262,10 @@ def test_order_and_repetition_of_images_do_not_matter(metric, images):
     torch.testing.assert_close(again, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_labels_may_have_few_bits(metric, images):
-    as_bytes = [[{**image, "labels": image["labels"].to(torch.uint8)} for image in side] for side in images]
-    expected = evaluated(metric(CLASSES), images, range(7))
-    found = evaluated(metric(CLASSES), as_bytes, range(7))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def evaluated_on(rank, world_size, images):
-    """A sampler has repeated image 0; the last process has none."""
+    """A sampler has repeated image 0; the last process has none. Labels of 8 bits are as good as others."""
     shards = [[0, 2, 4, 6, 0], [1, 3, 5, 2], []]
+    images = [[{**image, "labels": image["labels"].to(torch.uint8)} for image in side] for side in images]
     return [evaluated(metric(CLASSES), images, shards[rank]) for metric in METRICS]
 
 
