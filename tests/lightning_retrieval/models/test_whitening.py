@@ -163,6 +163,16 @@ def test_supervised_whitening_equals_loops_over_the_pairs(pairs_per_image, dim):
     torch.testing.assert_close(whitening.learned.mean, torch.from_numpy(m))
 
 
+def test_supervised_whitening_of_more_pairs_than_are_added_up_at_once():
+    x = rows(4000, 3) * torch.arange(1.0, 4.0)
+    pairs = [(row, row // 4 * 4 + (row + step) % 4) for row in range(4000) for step in (1, 2, 3)]
+    m, P = learned_whitening(x.numpy(), pairs)
+    expected = (x.numpy() - m) @ P.T
+    expected = torch.from_numpy(expected / np.linalg.norm(expected, axis=1, keepdims=True))
+    found = SupervisedWhitening(pairs_per_image=3).fit(x, torch.arange(4000) // 4)(x)
+    torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-8, atol=1e-8)
+
+
 def test_supervised_whitening_on_a_device_without_float64():
     x, labels = rows(15, 3).float(), LABELS
     expected = SupervisedWhitening(dim=2).fit(x, labels)(x)

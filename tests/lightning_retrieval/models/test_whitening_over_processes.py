@@ -11,6 +11,9 @@ X = rows(60, 5) * torch.arange(1.0, 6.0) + 3
 LABELS = torch.arange(60) * 7 % 13  # the images of a class are on several processes
 
 
+MANY, OF_MANY, PARTS = rows(6000, 5), torch.arange(6000) // 4, [0, 5000, 1000]  # of no, two and one blocks of pairs
+
+
 class OwnWhitening(PCAWhitening):
     """A user's whitening with a `fit` of its own."""
 
@@ -40,6 +43,8 @@ def learned(this, world):
         of_process(X.float(), this, world), of_process(torch.stack([LABELS, LABELS // 5], 1), this, world)
     )
     found["float32"] = single.learned
+    many = SupervisedWhitening(pairs_per_image=3)
+    found["many"] = many.fit_over_processes(MANY.split(PARTS)[this], OF_MANY.split(PARTS)[this]).learned
     return found
 
 
@@ -63,6 +68,13 @@ def test_rows_in_float32_and_labels_of_several_levels(processes):
         for part, expected_part in zip(found["float32"], expected):
             assert part.dtype == torch.float32
             torch.testing.assert_close(part, expected_part, rtol=1e-6, atol=1e-6)
+
+
+def test_processes_have_different_numbers_of_blocks_of_pairs(processes):
+    expected = SupervisedWhitening(pairs_per_image=3).fit(MANY, OF_MANY).learned
+    for found in processes:
+        for part, expected_part in zip(found["many"], expected):
+            torch.testing.assert_close(part, expected_part, rtol=1e-8, atol=1e-8)
 
 
 def test_one_process_learns_the_same_by_both_functions():
