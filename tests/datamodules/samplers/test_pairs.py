@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.samplers.pairs import PairSampler
+from lightning_retrieval.datamodules import PairSampler
 from tests.datamodules.samplers.test_pk import assert_rounds
 
 QUERIES, CANDIDATES = [7, 5, 5, 9, 7], [5, 5, 7, 7, 7, 9]

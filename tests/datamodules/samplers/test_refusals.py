@@ -7,11 +7,11 @@ from lightning_retrieval.datamodules import (
     AllClassesSampler,
     CategorySampler,
     Glyphs,
+    PairSampler,
     PKSampler,
     RandomBatchSampler,
     TagSampler,
 )
-from lightning_retrieval.datamodules.samplers.pairs import PairSampler
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from tests.refusals import refusal_test
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_retrieval.detection import COCOMetrics, VOCMetrics
-from lightning_retrieval.detection.voc import detection_outcomes, voc_average_precision
 
 CLASSES = 4
 
@@ -196,29 +195,26 @@ def columns(rows, image):
 @pytest.mark.parametrize("seed", range(5))
 def test_as_the_development_kit(seed, threshold):
     detections, objects = random_case(seed)
-    outcomes = []
-    for image in range(6):
-        scores, labels, boxes = columns(detections, image)
-        of_objects, difficult, object_boxes = columns(objects, image)
-        found = (boxes, scores, labels.long())
-        present = (object_boxes, of_objects.long(), difficult.bool())
-        outcomes += detection_outcomes(*found, *present, iou_threshold=threshold).tolist()
-    for class_ in (1, 2, 3):
-        chosen = [position for position, detection in enumerate(detections) if detection[2] == class_]
-        scores = torch.tensor([detections[position][1] for position in chosen])
-        of_class = torch.tensor([outcomes[position] for position in chosen], dtype=torch.int64)
-        count = sum(label == class_ and not difficult for _, label, difficult, _ in objects)
-        for eleven_points in (True, False):
-            expected = development_kit(detections, objects, class_, threshold, eleven_points)
-            value = voc_average_precision(scores, of_class, count, eleven_points=eleven_points)
-            assert value == pytest.approx(expected, abs=1e-12, nan_ok=True)
+    for eleven_points in (True, False):
+        metrics = VOCMetrics(3, iou_threshold=threshold, eleven_points=eleven_points)
+        for image in range(6):
+            scores, labels, boxes = columns(detections, image)
+            of_objects, difficult, object_boxes = columns(objects, image)
+            found = {"boxes": boxes, "scores": scores, "labels": labels.long()}
+            target = {"boxes": object_boxes, "labels": of_objects.long(), "difficult": difficult.bool()}
+            metrics.update([found], [target])
+        settings = (threshold, eleven_points)
+        expected = [development_kit(detections, objects, class_, *settings) for class_ in (1, 2, 3)]
+        found = metrics.compute()[f"AP{100 * threshold:.0f}_per_class"]
+        assert found.tolist() == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def test_without_detections_and_without_objects():
-    nothing = torch.empty(0)
-    assert voc_average_precision(nothing, nothing.long(), 3, eleven_points=True) == 0
-    assert voc_average_precision(nothing, nothing.long(), 3, eleven_points=False) == 0
-    assert math.isnan(voc_average_precision(nothing, nothing.long(), 0, eleven_points=True))
+@pytest.mark.parametrize("eleven_points", [True, False])
+def test_a_class_without_detections_is_0_and_one_without_objects_nan(eleven_points):
+    metrics = VOCMetrics(2, eleven_points=eleven_points)
+    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.long)}
+    metrics.update([nothing], [target()])
+    assert metrics.compute()["AP50_per_class"].tolist() == pytest.approx([0, math.nan], nan_ok=True)
 
 
 @pytest.fixture(scope="module")
