@@ -182,7 +182,6 @@ AT_ONCE = callbacks.LambdaCallback(on_train_batch_end=stop_training)
         ([AT_ONCE], {"min_steps": 5}, 5),
         ([callbacks.EarlyStopping("val/mAP", mode="max", patience=1, min_delta=1e9)], {"max_epochs": 9}, 6),
     ],
-    ids=str,
 )
 def test_a_run_that_ends_early_has_the_weights_of_that_step(stops_by, flags, step):
     assert_step(fit(stops_by, **flags), step)

@@ -39,7 +39,7 @@ def test_training_ends_with_the_best_and_the_last_results_also_of_a_resumed_run(
     first.save_checkpoint(tmp_path / "first.ckpt")
     capsys.readouterr()
     evaluation = RetrievalEvaluation(KS)
-    resumed = make_trainer(evaluation, PublishedResults(SOURCE, PUBLISHED), max_epochs=4)
+    resumed = make_trainer(evaluation, PublishedResults(SOURCE, PUBLISHED), max_epochs=6)
     resumed.fit(PointsModule(lr=3.0), ckpt_path=tmp_path / "first.ckpt", weights_only=True)
     titles, rows = printed_table(capsys)
     assert titles == ["published", "best", "last"]

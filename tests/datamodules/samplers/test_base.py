@@ -140,11 +140,11 @@ CASES = {  # number of classes, number of categories, and the sampler
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_a_million_images_take_less_than_a_second_and_100_megabytes(run_alone):
+def test_a_million_images_take_less_than_a_second_and_110_megabytes(run_alone):
     for case, measured in run_alone(measure_all).items():
         assert measured["images"] == (15_000 if case == "all classes" else 128)
         assert measured["seconds"] < 1, case  # processor time, independent of other processes
-        assert measured["bytes"] < 1e8, case
+        assert measured["bytes"] < 1.1e8, case
 
 
 def measure_all(rank, world_size):
