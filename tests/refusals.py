@@ -5,8 +5,8 @@
 
 A table has a list of rows for each public class, function and command: a call, the class of the error, and the argument
 that the error names. The parameters of a call are fixtures. The row of a command has the class `SystemExit`, and its
-call returns the arguments as they are typed. A fourth item is text that the message must contain as the value that came,
-or "" if none came; without it, the error itself must have recorded the value. The call runs in an empty folder.
+call returns the arguments as they are typed. A fourth item is text that the message must contain as the value that
+came, or "" if none came; without it, the error itself must have recorded the value. The call runs in an empty folder.
 """
 
 import inspect
@@ -54,9 +54,9 @@ def refusal_test(table):
 
 
 def message_of_command(args, capsys):
-    """What a command prints to standard error when it ends with exit code 2, without having printed anything else."""
+    """The error with which a command ends, which prints nothing else but the advice to read its help."""
     with pytest.raises(SystemExit) as ended:
         main(args)
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
-    return err.removesuffix("\n")
+    return err.removesuffix("\n").removesuffix(f" See lightning-retrieval {args[0]} --help.")

@@ -1,4 +1,4 @@
-"""The metrics against golden numbers, torchmetrics, pytorch-metric-learning, the code of Market-1501 and plain loops."""
+"""Metrics against golden numbers, torchmetrics, pytorch-metric-learning, the code of Market-1501 and plain loops."""
 
 import json
 import math

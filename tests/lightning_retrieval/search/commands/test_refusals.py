@@ -12,7 +12,7 @@ from lightning_retrieval.models import TextEmbedder
 from lightning_retrieval.search.commands.adapt import adapt_head
 from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.commands.search_images import search_images
-from tests.lightning_retrieval.search.commands.glyph_commands import SMALL, STRANGE_NAME, TEXTS, run, save_checkpoint
+from tests.lightning_retrieval.search.commands.glyph_commands import SMALL, STRANGE_NAME, TEXTS, save_checkpoint
 from tests.lightning_retrieval.search.commands.test_adapt import DIM, folder_of, points
 from tests.refusals import refusal_test
 
@@ -213,6 +213,7 @@ def search_threshold(indexed):
 
 TABLE = {
     "search": [
+        (lambda: ["--index=x"], SystemExit, "--text", ""),
         (searching("-k41"), SystemExit, "-k", "41"),
         (searching("-k0"), SystemExit, "-k", "0"),
         (lambda: ["--index=none", "a.png"], SystemExit, "index", "none"),
@@ -234,6 +235,12 @@ TABLE = {
         (lambda indexed: ["--index", indexed / "index", "--images=gone"], SystemExit, "--images", "gone"),
     ],
     "index": [
+        (lambda: ["--output=new", "--images=x"], SystemExit, "--checkpoint", ""),
+        (lambda: ["--output=new", "--images=x", "--checkpoint=x", "--image_size=64"], SystemExit, "--image_size", ""),
+        (lambda: ["--output=new", "--embeddings=x", "--images=x"], SystemExit, "--images", ""),
+        (lambda: ["--output=new", "--embeddings=x", "--update", "--overwrite"], SystemExit, "--overwrite", ""),
+        (lambda: ["--output=new", "--images=x", "--backbone=resnet18"], SystemExit, "--weights", ""),
+        (lambda: ["--output=new", "--images=x", "--weights=DEFAULT"], SystemExit, "--backbone", ""),
         (indexing("--checkpoint=gone.ckpt"), SystemExit, "--checkpoint", "gone.ckpt"),
         (indexing_with("checkpoint", "no.ckpt", "x"), SystemExit, "--checkpoint", ""),
         (lambda glyphs, captions: of_images(glyphs[0], "--checkpoint", captions), SystemExit, "--checkpoint", ""),
@@ -279,6 +286,7 @@ TABLE = {
         (of_backbone("--backbone=glyph_net", "--weights=DEFAULT"), SystemExit, "--weights", "DEFAULT"),
     ],
     "embed": [
+        (of_backbone("--backbone=a", "--weights=b", "--checkpoint=c"), SystemExit, "--checkpoint", ""),
         (indexing("--device=none"), SystemExit, "--device", "none"),
         (indexing("--device=meta"), SystemExit, "--device", "meta"),
         (indexing("--device=cpu:0", "--devices=2"), SystemExit, "--device", "cpu:0"),
@@ -288,6 +296,7 @@ TABLE = {
         (lambda images_as_texts: images_as_texts, SystemExit, "--images", ""),
     ],
     "export": [
+        (lambda: ["--output=new"], SystemExit, "--checkpoint", ""),
         (exporting("--int8"), SystemExit, "--images", ""),
         (exporting("--images=x"), SystemExit, "--int8", ""),
         (exporting("--int8", "--images={}/images/1"), SystemExit, "--images", ""),
@@ -301,6 +310,7 @@ TABLE = {
         (lambda two_sides: ["--checkpoint", two_sides / "texts.ckpt", "--output=new"], SystemExit, "--checkpoint", ""),
     ],
     "report": [
+        (lambda: ["--output=a.html", "--images=x"], SystemExit, "--checkpoint", ""),
         (indexing("--output=report.txt"), SystemExit, "--output", "report.txt"),
         (indexing("--output=gone/a.html"), SystemExit, "--output", "gone"),
         (indexing("--output=a.html", "--false_match_rate=2"), SystemExit, "--false_match_rate", "2"),
@@ -345,23 +355,3 @@ TABLE = {
 }
 
 test_invalid_arguments_raise = refusal_test(TABLE)
-
-
-@pytest.mark.parametrize(
-    ("command", "args", "named"),
-    [
-        ("search", "--index=x", "--text"),
-        ("index", "--output=new --images=x", "--checkpoint"),
-        ("index", "--output=new --images=x --checkpoint=x --image_size=64", "--image_size"),
-        ("index", "--output=new --embeddings=x --images=x", "--images"),
-        ("index", "--output=new --embeddings=x --update --overwrite", "--overwrite"),
-        ("index", "--output=new --images=x --backbone=resnet18", "--weights"),
-        ("index", "--output=new --images=x --weights=DEFAULT", "--backbone"),
-        ("embed", "--output=new --images=x --backbone=a --weights=b --checkpoint=c", "--checkpoint"),
-        ("export", "--output=new", "--checkpoint"),
-        ("report", "--output=a.html --images=x", "--checkpoint"),
-    ],
-)
-def test_options_that_are_missing_or_contradict_each_other_are_named(command, args, named, capsys):
-    code, out, err = run(capsys, command, *args.split())
-    assert (code, out, err.count("\n"), named in err) == (2, "", 1, True)
