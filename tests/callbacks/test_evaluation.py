@@ -435,24 +435,37 @@ def test_no_decomposability_gap_under_a_rule_without_classes():
     assert "val/decomposability_gap" not in run.callback_metrics
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_ids_are_the_dataset_indices_if_the_batches_have_none(monkeypatch, shuffle):
-    """They are known if the loader reads in order, and unknown if it shuffles."""
-    given, real = [], RetrievalMetrics.update
+class NotesIds(RetrievalMetrics):
+    """The metric of a data set, which notes the ids that it is given."""
+
+    def __init__(self, ks):
+        super().__init__(ks)
+        self.given = []
 
     def update(self, embeddings, labels, ids=None, **kwargs):
-        given.append(ids if ids is None else ids.tolist())
-        real(self, embeddings, labels, ids, **kwargs)
+        self.given.append(ids if ids is None else ids.tolist())
+        super().update(embeddings, labels, ids, **kwargs)
 
-    monkeypatch.setattr(RetrievalMetrics, "update", update)
-    loader = DataLoader(labelled_points(2), batch_size=5, shuffle=shuffle)
-    make_trainer(RetrievalEvaluation(KS)).validate(PointsModule(), loader, verbose=False)
-    assert given == [None if shuffle else list(range(23))[i : i + 5] for i in range(0, 23, 5)]
-    given.clear()
+
+class PairsWithOwnMetric(TensorDataset):
+    def metrics(self, ks, **_):
+        self.metric = NotesIds(ks)
+        return self.metric
+
+
+def test_ids_are_the_dataset_indices_if_the_batches_have_none():
+    """They are known if the loader reads in order, and unknown if it shuffles or has a sampler of its own."""
+    points = PairsWithOwnMetric(*labelled_points(2).tensors)
+    in_order = [list(range(23))[i : i + 5] for i in range(0, 23, 5)]
     batches = torch.randperm(20).view(4, 5).tolist()  # another sampler may give other batches the next time
-    loader = DataLoader(labelled_points(2), batch_sampler=batches)
-    make_trainer(RetrievalEvaluation(KS)).validate(PointsModule(), loader, verbose=False)
-    assert given == [None] * 4
+    for settings, expected in (
+        ({"batch_size": 5}, in_order),
+        ({"batch_size": 5, "shuffle": True}, [None] * 5),
+        ({"batch_sampler": batches}, [None] * 4),
+    ):
+        loader = DataLoader(points, **settings)
+        make_trainer(RetrievalEvaluation(KS)).validate(PointsModule(), loader, verbose=False)
+        assert points.metric.given == expected
 
 
 def test_before_fit_evaluates_no_data_module_of_an_earlier_call():

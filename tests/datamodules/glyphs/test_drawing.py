@@ -1,14 +1,15 @@
 """The glyph images are as the description says, and their cache is complete or not used."""
 
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import get_data_path
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, features
 
-from lightning_retrieval.datamodules.glyphs import characters, drawing
+from lightning_retrieval.datamodules.glyphs import characters
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 
 
@@ -61,7 +62,7 @@ def test_a_class_that_the_fonts_cannot_draw_has_no_images_and_warns(few_classes,
 
 def test_images_of_another_renderer_are_drawn_again(few_classes, tmp_path, monkeypatch):
     for version, files in (("0.0", 1), ("0.0", 1), ("0.1", 2)):
-        monkeypatch.setattr(characters.features, "version", lambda _, version=version: version)
+        monkeypatch.setattr(features, "version", lambda _, version=version: version)
         load_glyph_images(tmp_path)
         assert len(list(tmp_path.glob("*.npz"))) == files
 
@@ -104,7 +105,7 @@ def test_a_damaged_cache_is_drawn_again(damage, few_classes, tmp_path):
 
 
 def draw(rank, world_size, table, folder):
-    characters.TABLE = table
+    characters.TABLE = table  # that of `few_classes`, in a process of its own
     return int(load_glyph_images(folder).images.sum())
 
 
@@ -116,6 +117,7 @@ def test_two_processes_can_draw_at_the_same_time(few_classes, tmp_path, run_proc
 
 @pytest.mark.posix
 def test_a_cache_that_cannot_be_written_can_be_read(few_classes, tmp_path, monkeypatch, as_another_user):
+    """Promise 4. The other user reads the short table of classes, too, which no argument names."""
     load_glyph_images(tmp_path / "cache")
     (tmp_path / "cache").chmod(0o555)
     monkeypatch.setattr(characters, "TABLE", few_classes.rename(tmp_path / "table.csv").relative_to(tmp_path))
@@ -148,7 +150,7 @@ def test_a_full_disk_raises_and_leaves_no_files(few_classes, tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(drawing.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="cache_dir"):
         load_glyph_images(tmp_path)
     assert not list(tmp_path.iterdir())
