@@ -3,6 +3,9 @@
 `killed_everywhere` starts a function in a process of its own, again and again. The n-th process is killed (SIGKILL)
 before its n-th event below the watched folder: a file that is opened for writing, copied to, renamed, deleted or
 flushed, a folder that is created or deleted, and an exchange of two names.
+
+Promise 4: a kill between two changes of the file system can be placed in no other way. Python reports all of them but
+the flush, the copy and the exchange, whose functions are therefore replaced.
 """
 
 import os

@@ -297,7 +297,10 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
 
 
 def without_exchange(monkeypatch):
-    """As on a file system that cannot exchange two names, where a kill between two steps may lose something."""
+    """As on a file system that cannot exchange two names, which no test has.
+
+    Promise 4: nothing of the user is lost there, either.
+    """
     monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
 
 

@@ -100,7 +100,7 @@ def save_model(folder, name, size):
 
 
 def save_model_in_steps(*args):
-    """As on a file system that cannot exchange two names."""
+    """As on a file system that cannot exchange two names, which no test has (promise 4)."""
     files.exchange_names = lambda first, second: False
     save_model(*args)
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss, Updates
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import Glyphs
+from lightning_retrieval.datamodules import GlyphDataset, Glyphs
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.losses import WeightedSum
 from lightning_retrieval.models import GlyphNet
 from tests.processes import start_processes
@@ -45,22 +46,18 @@ class FewGlyphs(Glyphs):
         )
 
     @cached_property
-    def _glyphs(self):
-        return all_glyphs()
-
-    @cached_property
     def train_set(self):
-        full = super().train_set
+        full = GlyphDataset(all_glyphs(), "train", augment=self.augment)
         return cut(full, int((full.labels.unique_consecutive(return_counts=True)[1])[:CLASSES].sum()))
 
     @cached_property
     def val_set(self):
-        return cut(super().val_set, 149)
+        return cut(GlyphDataset(all_glyphs(), "val"), 149)
 
 
 @functools.cache
 def all_glyphs():
-    return Glyphs()._glyphs
+    return load_glyph_images()
 
 
 def cut(dataset, size):

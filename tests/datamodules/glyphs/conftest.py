@@ -16,7 +16,7 @@ def drawn_glyphs():
 def few_classes(monkeypatch, tmp_path_factory):
     """A table of 40 classes, which no argument names, to draw in no time.
 
-    Promises 4 and 6: that a cache is complete, and where it is, needs many drawings, and all classes take half a minute.
+    Promises 4 and 6: to see where a cache is and that it is complete takes many drawings, each of some seconds.
     """
     table = tmp_path_factory.mktemp("table") / "glyph_classes.csv"
     lines = characters.TABLE.read_text(encoding="ascii").splitlines(keepends=True)

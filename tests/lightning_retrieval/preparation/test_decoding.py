@@ -337,7 +337,7 @@ def test_pixels_are_rotated_and_cropped_as_pillow_does(tmp_path, orientation):
 
 
 def test_pillow_decodes_jpegs_for_a_torchvision_without_decoders(tmp_path, monkeypatch):
-    """Some builds of torchvision have none (promise 7)."""
+    """Promise 7: some builds of torchvision have none, and only one of them is installed."""
     path = noise(tmp_path / "a.jpg", "RGB")
     wanted = result(read_pixels, path)
     monkeypatch.setattr(decoding, "decode_image", None)

@@ -12,7 +12,6 @@ from PIL import Image
 from torch import nn
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.search.commands import embed as embed_module
 from lightning_retrieval.search.commands.embed import embed_images
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.search.commands.glyph_commands import (
@@ -192,10 +191,10 @@ def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, c
 
 
 def test_ctrl_c_says_how_to_continue(glyphs, tmp_path, capsys, monkeypatch):
-    def interrupt(*args, **settings):
+    def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embed_module, "embed_images", interrupt)
+    monkeypatch.setattr(nn.Linear, "forward", interrupt)
     code, out, err = command(capsys, "embed", *indexing(glyphs[0], tmp_path / "e")[1:])
     assert (code, out, str(tmp_path / "e") in err) == (130, "", True)
 

@@ -10,7 +10,7 @@ from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search.commands.index import index_embeddings
 from tests.lightning_retrieval.search.commands.glyph_commands import command, paths_of, run
 
-pytest.importorskip("pymilvus")
+pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
 
 
@@ -45,16 +45,16 @@ def test_search_prints_the_same_results(indexed, store, capsys):
         assert similarities == sorted(similarities, reverse=True)
 
 
-def test_a_failure_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monkeypatch):
     uri = str(tmp_path / "photos.db")
     index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")[0].close()
-    add = MilvusStore.add
+    insert = pymilvus.MilvusClient.insert
 
-    def add_and_fail(self, *args, **columns):
-        add(self, *args, **columns)
+    def insert_and_fail(*args, **settings):
+        insert(*args, **settings)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(MilvusStore, "add", add_and_fail)
+    monkeypatch.setattr(pymilvus.MilvusClient, "insert", insert_and_fail)
     with pytest.raises(OSError, match="the disk is full"):
         index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")
     left = MilvusStore(uri, "glyphs")

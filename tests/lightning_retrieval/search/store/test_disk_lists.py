@@ -1,6 +1,7 @@
 """An index that is built on disk is, byte for byte, the one that is built in memory, and a failure leaves nothing.
 
-Blocks have 50 rows here, so that 600 rows are many parts: nothing else shows that the files do not depend on them.
+Promise 1: blocks have 50 rows here, so that 600 rows are many parts; nothing else shows that the files do not depend on
+them. Promise 4: one of several processes is killed at a given moment of a build, which is a function of the library.
 """
 
 import os

@@ -3,12 +3,13 @@
 import os
 import re
 import shutil
+import stat
 import threading
 
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval import files as files_module
+from lightning_retrieval.files import POSIX
 from tests.lightning_retrieval.search.store.vectors import built, vectors
 
 
@@ -31,19 +32,19 @@ def contents(folder):
     return sorted(path.relative_to(folder) for path in folder.rglob("*"))
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("cut_manifest", [False, True])
 def test_a_file_that_differs_from_what_was_written_is_not_sealed(cut_manifest, folder, monkeypatch):
-    """Promise 4: a file that a disk does not keep whole is found before the old index is replaced."""
-    before = contents(folder)
-    real = files_module.flush
+    """A file that a disk does not keep whole is found before the old index is replaced."""
+    before, sync = contents(folder), os.fsync
 
-    def cuts(path):
-        real(path)
-        is_manifest = path.parent == folder
-        if path.is_file() and is_manifest == cut_manifest:
-            os.truncate(path, path.stat().st_size - 1)
+    def cuts(descriptor):
+        sync(descriptor)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and (os.pread(descriptor, 1, 0) == b"{") == cut_manifest:
+            os.ftruncate(descriptor, status.st_size - 1)
 
-    monkeypatch.setattr(files_module, "flush", cuts)
+    monkeypatch.setattr(os, "fsync", cuts)
     with pytest.raises(OSError, match="cannot be written"):
         built(rows=60).save(folder)
     assert len(RetrievalIndex.load(folder)) == 50
@@ -81,7 +82,7 @@ def test_a_save_replaces_what_was_there_and_what_a_killed_process_left(folder):
     built(rows=60).save(folder)
     assert len(RetrievalIndex.load(folder)) == 60
     names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(folder)]
-    old = [] if files_module.POSIX else ["files"]  # on Windows, they stay while they are mapped
+    old = [] if POSIX else ["files"]  # on Windows, they stay while they are mapped
     assert sorted(names) == [*old, "files", "lock", "manifest.json"]
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # a process with open files can still read them
 
