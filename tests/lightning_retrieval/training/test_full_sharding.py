@@ -177,7 +177,15 @@ def of_other_sizes(rank):
     return network
 
 
-def wrong_runs(rank):
+def without_memory():
+    """A network on the meta device with a buffer that no checkpoint has."""
+    with torch.device("meta"):
+        network = Net()
+        network.register_buffer("grid", torch.ones(3), persistent=False)
+    return network
+
+
+def wrong_runs(rank, folder):
     """The message of each run that must not begin, in this process."""
     auto = {"strategy": FSDP2Strategy(), "chunk_size": "auto"}
     runs = {
@@ -186,6 +194,7 @@ def wrong_runs(rank):
         "shared": {"network": with_shared_weight()},
         "auto": auto,
         "callback": {"callbacks": [EMAWeightAveraging()]},
+        "without memory": {"network": without_memory(), "path": folder / "one file", **CASES["memory"]},
     }
     messages = {}
     for name, settings in runs.items():
@@ -204,7 +213,7 @@ class RunsCode:
 def in_each_process(rank, world, folder):
     found = {name: run_of(world, **settings)[0] for name, settings in CASES.items()}
     found["shared number"], _ = run_of(world, network=with_shared_number())
-    results = {"runs": found, "saved": saved_runs(world, folder), "wrong": wrong_runs(rank)}
+    results = {"runs": found, "saved": saved_runs(world, folder), "wrong": wrong_runs(rank, folder)}
     write_sharded_checkpoint(folder / "code.ckpt", {"state_dict": {}, "epoch": RunsCode()})
     return results
 
@@ -263,6 +272,7 @@ def test_what_cannot_be_sharded_raises_in_all_processes(ranks):
         "shared": "in several",
         "auto": "chunk_size='auto'",
         "callback": "EMAWeightAveraging",
+        "without memory": "got no values for embedder.grid",
     }
     for result in ranks:
         assert list(result["wrong"]) == list(words)
