@@ -127,7 +127,7 @@ def test_one_that_a_kill_has_left_half_written_is_skipped_unless_there_is_no_oth
     newer = write(tmp_path / "a/last.ckpt", 7, when=200)
     newer.write_bytes(newer.read_bytes()[:-30])
     damaged = pytest.warns(UserWarning, match=r"last\.ckpt, which is damaged")
-    with damaged, pytest.raises(InvalidValue, match="all 1 checkpoints"):
+    with damaged, pytest.raises(InvalidValue, match="checkpoints"):
         newest_checkpoint([tmp_path / "a"])
     older = write(tmp_path / "a/step=5.ckpt", 5, when=100)
     with damaged:

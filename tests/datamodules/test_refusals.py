@@ -73,8 +73,15 @@ def pairs(queries="label", candidates="label", splits=("train,train,test,test",)
     return Pairs(*sides, classes_per_batch=2)
 
 
+PATHS_OF_WINDOWS = ["C:\\a", "\\a", "\\\\server\\a", "a\\..\\..\\b", "c:/a"]  # they leave a folder on every system
+
+
 def index(**arguments):
     return ImageIndex(**{"paths": ["a", "b"], "labels": [0, 1], **arguments})
+
+
+def with_path(path):
+    return lambda: index(paths=[path, "b"])
 
 
 def two_sizes():
@@ -218,6 +225,7 @@ TABLE = {
     "ImageIndex": [
         (lambda: index(paths=[], labels=[]), InvalidValue, "paths"),
         (lambda: index(paths=["../a", "b"]), InvalidValue, "paths"),
+        *((with_path(path), InvalidValue, "paths") for path in PATHS_OF_WINDOWS),
         (lambda: index(paths=["a", "b//c"]), InvalidValue, "paths"),
         (lambda: index(paths="ab"), InvalidType, "paths"),
         (lambda: index(labels=[0]), InvalidValue, "labels"),

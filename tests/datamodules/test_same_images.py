@@ -86,7 +86,7 @@ def test_a_run_continues_with_the_same_list_elsewhere(root, checkpoint, tmp_path
 )
 def test_a_run_does_not_continue_with_another_list(root, checkpoint, change, others):
     change(root)
-    with pytest.raises(ValueError, match=r"^ImageFolder: .* continue with the training images"):
+    with pytest.raises(ValueError, match=r"^ImageFolder: .* training images"):
         continued(root, checkpoint, **others)
 
 

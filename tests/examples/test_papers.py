@@ -45,7 +45,10 @@ def without_weights(settings):
 
 
 def build(config, monkeypatch, tmp_path):
-    """The settings of a config, and the command line's objects, made as for a run that then does nothing."""
+    """The settings of a config, and the command line's objects, made as for a run that then does nothing.
+
+    Promise 1: that a config makes what the paper says is seen in no other way than in the objects that a command makes.
+    """
     settings = yaml.safe_load((EXAMPLES / config).read_text(encoding="utf-8"))
     built = []
     monkeypatch.chdir(tmp_path)

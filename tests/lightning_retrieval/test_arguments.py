@@ -49,6 +49,3 @@ def test_options_of_the_command_line_have_the_annotated_types():
     options = ["--loss.tau=2", "--loss.reduction=sum", "--loss.class_balanced=true"]
     loss = parser.instantiate_classes(parser.parse_args(options)).loss
     assert (loss.tau, loss.reduction, loss.class_balanced) == (2.0, "sum", True)
-    for invalid in ("--loss.tau=many", "--loss.class_balanced=2.5", "--loss.reduction=b"):
-        with pytest.raises(Exception, match=r"loss\.(tau|class_balanced|reduction)"):
-            parser.parse_args([invalid])

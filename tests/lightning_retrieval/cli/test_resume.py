@@ -113,8 +113,8 @@ def test_last_continues_the_newest_run_of_the_same_model_and_data(uninterrupted,
 def test_runs_that_cannot_be_continued_are_reported(tmp_path, capsys):
     (tmp_path / "file").touch()
     for option, named in (
-        ("--ckpt_path=last", "`--ckpt_path last` must have a checkpoint of an earlier run"),
-        (f"--run_folder={tmp_path / 'file'}", "`--run_folder` must be the path of a folder"),
+        ("--ckpt_path=last", "`--ckpt_path last`"),
+        (f"--run_folder={tmp_path / 'file'}", "`--run_folder`"),
     ):
         with pytest.raises(SystemExit, match=r"^2$"):
             fit(tmp_path, option)
@@ -166,7 +166,7 @@ def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_pat
 
     with pytest.raises(SystemExit, match=r"^2$"):
         fit(tmp_path, *options, "--model.init_args.updates.gradient_clip_val=2.0")
-    assert "`--run_folder` must be the folder of a run of this model and data" in capsys.readouterr().err
+    assert "`--run_folder`" in capsys.readouterr().err
 
 
 def test_an_evaluation_in_the_folder_of_a_run_leaves_its_config(uninterrupted, tmp_path):

@@ -9,6 +9,7 @@ from tests.lightning_retrieval.relevance_rules import NearInTime
 from tests.refusals import refusal_test
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+WITH_NAN = X.index_fill(0, torch.tensor([2]), torch.nan)
 UNREAD = torch.tensor([0, 1, 4, 3])
 THREE_LEVELS = torch.tensor([[0, 4, 7], [1, 4, 8], [2, 5, 8], [3, 5, 8]])
 
@@ -84,6 +85,7 @@ TABLE = {
         (lambda: update(X.long(), Y), InvalidType, "embeddings"),
         (lambda: update(X[:, 0], Y), InvalidValue, "embeddings"),
         (lambda: update(X * torch.nan, Y), InvalidValue, "embeddings"),
+        (lambda: update(WITH_NAN, Y, torch.tensor([10, 20, 30, 40])), InvalidValue, "embeddings", "30"),
         (lambda: update(X, Y.float()), InvalidType, "labels"),
         (lambda: update(X, Y[:3]), InvalidValue, "labels"),
         (lambda: update(X, Y, Y[:2]), InvalidValue, "ids"),

@@ -91,6 +91,10 @@ def squeezenet(file):
     return Embedder("squeezenet1_1", 8, weights=file)
 
 
+def ngram_net(**settings):
+    return TextEmbedder("ngram_net", 8, backbone_args=settings)
+
+
 def adapters(**lora):
     pytest.importorskip("peft")
     return Embedder("timm/vit_tiny_patch16_224", lora=lora)
@@ -144,6 +148,10 @@ TABLE = {
         (lambda: TextEmbedder("ngram_net", weights="DEFAULT"), InvalidValue, "weights"),
         (lambda: TextEmbedder("ngram_net", backbone_args={"bucket": 3}), InvalidValue, "backbone_args"),
         (lambda texts: TextEmbedder(texts, 8, max_length=20), InvalidValue, "max_length"),
+        # Tokens of another tokenizer, for which torch would end the process on a GPU.
+        (lambda texts: TextEmbedder(texts, 8)(torch.tensor([[0, 39], [-1, 40]])), InvalidValue, "tokens"),
+        (lambda texts: TextEmbedder(texts, 8)(torch.tensor([[0, 39], [-2, 39]])), InvalidValue, "tokens"),
+        (lambda: ngram_net(buckets=100)(torch.tensor([[99, 100]])), InvalidValue, "tokens"),
     ],
     "NgramTokenizer": [(lambda: NgramTokenizer(min_n=6), InvalidValue, "min_n")],
     "FrozenEmbedder": [

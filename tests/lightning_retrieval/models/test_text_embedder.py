@@ -193,21 +193,6 @@ def test_a_damaged_tokenizer_changes_nothing(state, tmp_path):
     assert torch.equal(embedder.tokenizer(TEXTS), before)
 
 
-@pytest.mark.parametrize("kind", ["bert", "ngram_net"])
-def test_tokens_of_another_tokenizer_raise(kind, tmp_path):
-    """On a GPU, torch would end the process."""
-    name, settings = kind, {"backbone_args": {"buckets": 100}}
-    if kind in TEXT_MODELS:
-        write_text_folder(tmp_path, kind)
-        name, settings = f"hf/{tmp_path}", {}
-    embedder = TextEmbedder(name, 8, **settings)
-    largest = embedder.backbone.vocabulary - 1
-    embedder(torch.tensor([[0, -1], [largest, -1]]))
-    for smallest, token in ((-1, largest + 1), (-2, 1)):
-        with pytest.raises(ValueError, match=r"^TextEmbedder: `tokens`"):
-            embedder(torch.tensor([[0, 1], [smallest, token]]))
-
-
 @pytest.mark.hostile
 def test_a_tokenizer_with_more_tokens_than_the_model_is_not_loaded(tmp_path):
     write_text_folder(tmp_path, "bert")

@@ -64,7 +64,7 @@ def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_f
     folder, _ = begun(tmp_path, file_format)
     assert [list(folder.positions(shard)) for shard in range(3)] == [[0, 1], [2, 3], [4]]
     assert EmbeddingFolder.create(tmp_path / "e", folder.manifest).missing() == [1]
-    with pytest.raises(ValueError, match="1 of its 3 shards are missing"):
+    with pytest.raises(ValueError, match="1 of its 3 shards"):
         EmbeddingFolder.load(tmp_path / "e")
 
     def fail(*args):
@@ -77,7 +77,7 @@ def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_f
     assert folder.missing() == [1]
     assert not list(folder.path.glob(".*"))
     (folder.path / ".0123456789abcdef.tmp").touch()  # of a process that was killed
-    with folder.lock(), pytest.raises(ValueError, match="is being written to by another process"):
+    with folder.lock(), pytest.raises(ValueError, match="another process"):
         folder.lock().__enter__()
     assert not list(folder.path.glob(".*"))
 
@@ -105,7 +105,7 @@ def test_a_folder_of_other_embeddings_is_not_continued(tmp_path):
         {"dim": 4},
         {"dtype": "float16"},
     ):
-        with pytest.raises(ValueError, match="`output` must be a new folder"):
+        with pytest.raises(ValueError, match="`output`"):
             EmbeddingFolder.create(tmp_path, dataclasses.replace(MANIFEST, **changed))
 
 

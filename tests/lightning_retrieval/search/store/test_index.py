@@ -141,7 +141,7 @@ def test_a_loaded_index_gives_the_same_results_and_its_rows(factory, atol, tmp_p
         assert other.paths(ids)[2] == "é/599.jpg"
     read.add(vectors(2, seed=1))
     assert read.ids[-2:].tolist() == [1001, 1002]
-    with pytest.raises(ValueError, match="mapped into memory"):
+    with pytest.raises(ValueError, match="mapped"):
         mapped.add(vectors(2))
 
 
@@ -181,7 +181,7 @@ def test_changes_that_cannot_be_made_change_nothing():
         assert index.faiss_indexes[0].ntotal == 50
     for factory in ("HNSW8", "IVF4,PQ4x4,RFlat"):
         index = built(factory, shards=2)
-        with pytest.raises(ValueError, match=r"^RetrievalIndex: rows cannot be removed"):
+        with pytest.raises(ValueError, match=r"^RetrievalIndex: .*removed"):
             index.remove(torch.tensor([1000]))
         assert len(index) == sum(part.ntotal for part in index.faiss_indexes) == ROWS
     for factory in ("IVF100,Flat", "PQ1x6", "NSG8"):
@@ -199,7 +199,7 @@ def test_parameters_can_be_changed_after_loading(tmp_path):
     index.set_parameters("nprobe=16")
     expected = (1000 - exact(vectors(), queries, 9)[1]).tolist()
     assert index.search(queries, 9)[1].tolist() == expected
-    with pytest.raises(ValueError, match="`parameters` must"):
+    with pytest.raises(ValueError, match="`parameters`"):
         index.set_parameters("nprobe=1,ef=3")
     assert index.search(queries, 9)[1].tolist() == expected
     assert index.parameters == "nprobe=16"

@@ -158,7 +158,7 @@ def test_a_list_of_files_without_the_rows_is_damage(filled, uri, opened):
         for partition in content["partitions"].values():
             partition["data_files"] = []
         file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"^MilvusStore: .* is damaged, .* {ROWS} rows, but holds 0"):
+    with pytest.raises(ValueError, match=r"^MilvusStore: .* is damaged"):
         MilvusStore(uri, "birds")
     new = opened(MilvusStore.create(uri, "birds", DIM))  # in its place
     new.publish()
@@ -173,10 +173,10 @@ def test_a_collection_of_something_else_is_neither_read_nor_replaced(uri, opened
         before = client.list_collections()
         with pytest.raises(ValueError, match="'cats'"):
             new.publish()
-        with pytest.raises(ValueError, match="'cats', a collection"):
+        with pytest.raises(ValueError, match="'cats'"):
             MilvusStore(uri, "cats")
         for name in ("cats", "kittens"):
-            with pytest.raises(ValueError, match=rf"'{name}', which is something else"):
+            with pytest.raises(ValueError, match=f"'{name}'"):
                 MilvusStore.create(uri, name, 4)
         assert client.list_collections() == before
 
