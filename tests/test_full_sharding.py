@@ -109,8 +109,8 @@ def strategy_of(world):
 def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), has_weights=True):
     """A run in one or several processes.
 
-    Promise 1: the numbers do not depend on how many blocks are sharded by themselves. The size from which they are is set,
-    because this network has only small ones, and gathering a large network would take long.
+    Promise 1: the numbers do not depend on how many blocks are sharded by themselves. The size from which they are is
+    set, because this network has only small ones, and gathering a large network would take long.
     """
     full_sharding.SMALLEST_BLOCK = 100
     watch, evaluation = Watch(), RetrievalEvaluation(ks=(1, 5))

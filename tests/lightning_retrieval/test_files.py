@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
 
 @pytest.mark.posix
 def test_all_files_are_on_the_disk_before_the_manifest_is_replaced(tmp_path, monkeypatch):
-    """Promise 4: a cut of power leaves the old or the new index, which only the order of these calls of the system can show."""
+    """Promise 4: a cut of power leaves the old or the new index, which only the order of these calls can show."""
     flushed, at_replace, sync, replace = [], [], os.fsync, os.replace
 
     def fsync(descriptor):

@@ -137,7 +137,7 @@ def test_a_trainer_unpickles_no_code_of_an_address(tmp_path, monkeypatch):
         try:
             address = f"http://127.0.0.1:{server.server_port}/model.ckpt"
             for weights_only in (None, True):
-                with pytest.raises(pickle.UnpicklingError, match=r"^Weights only load failed"):
+                with pytest.raises(pickle.UnpicklingError):
                     trainer().fit(new_module(), loader(), ckpt_path=address, weights_only=weights_only)
         finally:
             server.shutdown()

@@ -37,7 +37,7 @@ def test_a_sampler_of_batches_is_not_taken_for_one_of_images():
     dataset = TensorDataset(torch.randn(20, 6).double(), labels)
     sampler = PKSampler(labels, classes_per_batch=2, samples_per_class=2)
     for loaders in (DataLoader(dataset, sampler=sampler, batch_size=2), [DataLoader(dataset, sampler=sampler)]):
-        with pytest.raises(ValueError, match="a PKSampler must be the `batch_sampler`"):
+        with pytest.raises(ValueError, match="`batch_sampler`"):
             trainer(max_epochs=1).fit(module_with(), loaders)
     trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
     trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, sampler=sampler, batch_size=None))
@@ -99,7 +99,7 @@ class WithExtraLoss(RetrievalModule):
 )
 def test_a_returned_loss_with_a_graph_raises_at_the_first_step(returned):
     module = WithExtraLoss(net(), SmoothAPLoss(), returned)
-    with pytest.raises(ValueError, match="`training_step` must not return"):
+    with pytest.raises(ValueError, match="`training_step`"):
         fit(module, batches())
     assert module.trainer.global_step == 1
 
@@ -323,7 +323,7 @@ def test_a_metric_that_was_not_logged_raises():
 
     module = module_with(lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
     for wrong in (module, Misspelt(net(), SmoothAPLoss())):
-        with pytest.raises(ValueError, match="'val/map', which was not logged"):
+        with pytest.raises(ValueError, match="val/map"):
             fit(wrong, batches(1), batches(1), **VALIDATED)
 
 

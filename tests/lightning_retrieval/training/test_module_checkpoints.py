@@ -123,10 +123,10 @@ def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, monkeypa
 @pytest.mark.refusal
 def test_a_scheduler_that_ends_before_its_run_raises_at_the_start(tmp_path):
     """`resumable` has a schedule of 12 steps, which a checkpoint keeps."""
-    with pytest.raises(ValueError, match="`lr_scheduler` must last"):
+    with pytest.raises(ValueError, match="`lr_scheduler`"):
         run_from(None, resumable(), max_epochs=5)
     run_from(None, resumable(), tmp_path, max_epochs=4)
-    with pytest.raises(ValueError, match="`lr_scheduler` must last"):
+    with pytest.raises(ValueError, match="`lr_scheduler`"):
         run_from(tmp_path / "step=12.ckpt", resumable(), max_epochs=5)
 
 
