@@ -26,6 +26,8 @@ def images(transform):
 
 def predict(recorded, **settings):
     """Predict with a model that was evaluated with the recorded transform."""
+    if isinstance(recorded, Preparation):
+        recorded = {"preparation": recorded.as_dict()}
     write_folders(Path("photos"), ["a", "b"])
     module = RetrievalModule(torch.nn.Flatten(), SmoothAPLoss())
     module.preparation = recorded
@@ -77,7 +79,9 @@ TABLE = {
         (lambda: ImageFolder(".", transform="plane"), InvalidValue, "transform"),
         (lambda: ImageFolder(".", eval_transform="no.such"), InvalidType, "eval_transform"),
         (lambda: predict({"function": "a.b"}), InvalidValue, "eval_transform", "a.b"),
-        (lambda: predict({"preparation": Preparation(48).as_dict()}, image_size=64), InvalidValue, "", "image_size=64"),
+        (lambda: predict(Preparation(48), image_size=64), InvalidValue, "", "image_size=64"),
+        (lambda: predict(Preparation(reduced_scale=True), reduced_scale=False), InvalidValue, "", "plain"),
+        (lambda: predict(Preparation(resize="fit", fill="red"), fill="border"), InvalidValue, "", "border"),
     ],
     "shrink": [
         (lambda photos: photos("none", "new"), SystemExit, "PHOTOS", "none"),
