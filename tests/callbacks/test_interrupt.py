@@ -138,6 +138,7 @@ def test_the_first_process_may_end_before_the_others_have_ended_their_last_step(
     others = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     dist.init_process_group("gloo", store=others, rank=0, world_size=1)
     callback, trainer = CheckpointOnInterrupt(), Group(tmp_path)
+    callback.seconds_between_reads = 0.0
     callback.on_train_start(trainer, None)
     try:
         callback.on_train_batch_end(trainer, None)
