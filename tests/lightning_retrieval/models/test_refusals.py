@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torchvision.models import get_model
@@ -60,6 +61,16 @@ def images(tmp_path):
 
 
 @pytest.fixture
+def incomplete_folder(images, tmp_path):
+    """The same folder whose file of weights lacks a tensor."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    name, file = images(), tmp_path / "images" / "model.safetensors"
+    lacking = without(safetensors.load_file(file), "encoder.layer.1.output.dense.bias")
+    safetensors.save_file(lacking, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.fixture
 def texts(tmp_path):
     write_text_folder(tmp_path / "texts", "bert")
     return f"hf/{tmp_path / 'texts'}"
@@ -89,6 +100,11 @@ def with_infinity(fitted):
 
 def squeezenet(file):
     return Embedder("squeezenet1_1", 8, weights=file)
+
+
+def without(state, name):
+    """Weights that lack a tensor."""
+    return {other: value for other, value in state.items() if other != name}
 
 
 def ngram_net(**settings):
@@ -126,6 +142,22 @@ TABLE = {
         (lambda weights, state: squeezenet(weights(state(torch.complex64))), InvalidValue, "weights"),
         (lambda weights, state: squeezenet(weights(state(torch.int8))), InvalidValue, "weights"),
         (lambda weights, state: Embedder("timm/test_resnet", 8, weights=weights(state())), InvalidValue, "weights"),
+        # Files that lack a tensor: of torchvision, timm and transformers.
+        (
+            lambda weights, state: squeezenet(weights(without(state(), "features.3.squeeze.bias"))),
+            InvalidValue,
+            "weights",
+        ),
+        (
+            lambda weights: Embedder(
+                "timm/test_resnet",
+                8,
+                weights=weights(without(timm.create_model("test_resnet").state_dict(), "bn1.running_mean")),
+            ),
+            InvalidValue,
+            "weights",
+        ),
+        (lambda incomplete_folder: Embedder(incomplete_folder, 8, weights="DEFAULT"), InvalidValue, "weights"),
         # timm and transformers.
         (lambda: Embedder("timm/test_resnet", weights="V1"), InvalidValue, "weights"),
         (lambda: Embedder("timm/resnet18", weights="efficientnet-lite0"), InvalidValue, "weights"),

@@ -122,6 +122,14 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
     assert fresh.embedder.shapes == {(3, 16, 16)}
 
 
+def test_a_run_with_loaders_records_nothing_of_the_data_module_of_an_earlier_call(tmp_path):
+    module = RetrievalModule(Small(), SmoothAPLoss())
+    trainer = run("validate", module, images_in(tmp_path / "images"), verbose=False)
+    rows = [(image, label // 2) for label, image in enumerate(torch.rand(4, 3, 9, 9))]
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+    assert module.preparation is None
+
+
 def test_a_run_with_padded_images_is_continued_with_them(tmp_path):
     root = tmp_path / "images"
     module = RetrievalModule(Small(), SmoothAPLoss())
