@@ -239,7 +239,7 @@ def test_two_processes_compute_the_same(run_processes, tmp_path):
 
 
 def test_a_set_is_cut_into_batches_like_those_of_training():
-    """Which `val/decomposability_gap` is computed of; no log shows them."""
+    """Promise 1: `val/decomposability_gap` is computed of these batches, which no log shows."""
     labels = points()[1]
     batches = cut_into_batches(labels, 5, 4)
     every = torch.cat(batches)
