@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_metric_learning.losses import ContrastiveLoss
@@ -163,6 +164,23 @@ def fit_wide(network: nn.Module, world: int, folder: Path) -> None:
     make_trainer(world, folder, max_steps=1, limit_val_batches=0).fit(module, DataLoader([batch], batch_size=None))
 
 
+def events_of_a_step(world: int, folder: Path) -> list[str]:
+    """In their order: each pass of gradients that reaches the first layer, and each large sum that starts."""
+    events, real = [], dist.all_reduce
+
+    def watched(tensor, *args, **kwargs):
+        if tensor.numel() > 10**6:
+            events.append("sum")
+        return real(tensor, *args, **kwargs)
+
+    network = wide(2000)
+    network[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", watched)
+        fit_wide(network, world, folder)
+    return events
+
+
 class Twice(nn.Module):
     """Two reentrant checkpoints that share a layer, whose gradient then comes in two parts."""
 
@@ -233,6 +251,7 @@ def in_each_process(rank: int, world: int, folder: Path) -> dict:
         "folder": folder,
     }
     if world > 1:
+        found["events"] = events_of_a_step(world, folder)
         found["two parts"] = error_of_two_parts(world, folder)
     return found
 
@@ -289,6 +308,15 @@ def test_the_gallery_is_that_of_one_process(one, two):
     (expected,) = one["folder"].rglob("*.png")
     (found,) = two[0]["folder"].rglob("*.png")
     assert found.read_bytes() == expected.read_bytes()
+
+
+def test_gradients_are_summed_while_the_last_backward_pass_runs(two):
+    """Over several machines, a sum takes as long as the pass; only the order shows it, since no result depends on it."""
+    for rank in two:
+        *passes, last = rank["events"]
+        assert passes[:2] == ["first layer"] * 2
+        assert set(passes[2:]) == {"sum"}
+        assert last == "first layer"
 
 
 @pytest.mark.refusal
