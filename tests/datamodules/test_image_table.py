@@ -282,6 +282,7 @@ def test_columns_may_have_other_names_and_another_separator(tmp_path, delimiter,
 
 
 def test_other_columns_are_not_read_from_the_cache(tmp_path):
+    write_images(tmp_path, ["1.jpg", "2.jpg"])
     write_csv(tmp_path, ("image", "a", "b", "split"), ("1.jpg", "x", "y", "train"), ("2.jpg", "z", "w", "test"))
     for column, names in (("a", ["x", "z"]), ("b", ["y", "w"]), ("a", ["x", "z"])):
         splits = read(tmp_path, columns={"label": column}, cache_dir=tmp_path / "cache")
@@ -394,12 +395,12 @@ WRONG_ROWS = {
     ),
     "other encoding": ("image,label\na.jpg,1\ncaf\udce9.jpg,2\n", "line 3"),
     "null character": ("image,label\n\0,1\n", "line 2"),
-    "quote to the end": (quoted(2, start=5), "line"),
-    "two quotes at the start": (quoted(2, start=5, again=9), "line"),
-    "quoted label": (quoted(1, start=5, end=9), "line"),
-    "quoted image": (quoted(0, start=5, end=6), "line"),
-    "quotes in another column": (quoted(2, start=5, end=9), "line"),
-    "quotes in a table whose values occur once": (quoted(2, classes=40, start=5, end=9), "line"),
+    "quote to the end": (quoted(2, start=5), "line 5"),
+    "two quotes at the start": (quoted(2, start=5, again=9), "line 5"),
+    "quoted label": (quoted(1, start=5, end=9), "line 5"),
+    "quoted image": (quoted(0, start=5, end=6), "line 5"),
+    "quotes in another column": (quoted(2, start=5, end=9), "line 5"),
+    "quotes in a table whose values occur once": (quoted(2, classes=40, start=5, end=9), "line 5"),
 }
 
 

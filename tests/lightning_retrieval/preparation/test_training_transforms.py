@@ -86,6 +86,15 @@ def test_other_filters_and_grey_images_are_those_of_pillow(name, settings):
 
 
 @pytest.mark.parametrize("name", STEPS)
+def test_the_filter_is_that_of_the_preparation(name):
+    found = [
+        seeded(training_transform(name, Preparation(64, interpolation=filter_)).to_uint8, noise())
+        for filter_ in ("bilinear", "bicubic", "nearest")
+    ]
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
     "preparation",
     [

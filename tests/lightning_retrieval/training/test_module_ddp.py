@@ -311,7 +311,7 @@ def test_the_gallery_is_that_of_one_process(one, two):
 
 
 def test_gradients_are_summed_while_the_last_backward_pass_runs(two):
-    """Over several machines, a sum takes as long as the pass; only the order shows it, since no result depends on it."""
+    """Several machines need it, since a sum takes as long as the pass; no result of a run shows it, only the order."""
     for rank in two:
         *passes, last = rank["events"]
         assert passes[:2] == ["first layer"] * 2

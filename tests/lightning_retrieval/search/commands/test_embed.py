@@ -175,7 +175,7 @@ def test_mixed_precision_and_half_of_the_space(glyphs, tmp_path):
 
 
 def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, capsys):
-    """Neither of another model, nor of other images, nor with files of another size, nor a folder of the user."""
+    """With another model, with other images or with files of another size; nor is a folder of the user written to."""
     embedded(glyphs, tmp_path / "e")
     before = {path.name: path.read_bytes() for path in (tmp_path / "e").iterdir()}
     model, images = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--images", glyphs[0] / "images"]
