@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning_retrieval import PKSampler, RetrievalIndex, RetrievalMetrics, SmoothAPLoss
 
 
+@pytest.mark.refusal  # by the type checker
 def test_numbers_of_numpy_become_those_of_python():
     """Which can be written into a config and a checkpoint."""
     assert type(SmoothAPLoss(tau=np.float32(0.5)).tau) is float

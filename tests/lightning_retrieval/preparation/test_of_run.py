@@ -97,6 +97,7 @@ def test_the_background_is_that_of_a_given_preparation_else_the_arguments(tmp_pa
     assert not images_in(tmp_path, eval_transform=grey, background="red").test_set[0]["images"].any()
 
 
+@pytest.mark.refusal  # by the type checker
 def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run(tmp_path):
     root = tmp_path / "images"
     data = images_in(root)
@@ -130,6 +131,7 @@ def test_a_run_with_loaders_records_nothing_of_the_data_module_of_an_earlier_cal
     assert module.preparation is None
 
 
+@pytest.mark.refusal  # by the type checker
 def test_a_run_with_padded_images_is_continued_with_them(tmp_path):
     root = tmp_path / "images"
     module = RetrievalModule(Small(), SmoothAPLoss())

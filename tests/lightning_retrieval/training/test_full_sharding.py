@@ -235,6 +235,7 @@ def assert_same_run(found, expected):
     assert found["memory"] == expected["memory"]
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize("case", [*CASES, "shared number"])
 def test_two_processes_train_as_one(ranks, case):
     """Each of them with about a half of the network."""

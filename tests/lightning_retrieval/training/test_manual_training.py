@@ -340,6 +340,7 @@ def train(epochs, **settings):
     return module, run
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_resumed_run_goes_on_with_the_layers_that_were_trained(epochs, tmp_path):
     """A module that is loaded outside of a run is left as it is."""

@@ -91,6 +91,7 @@ def learned_terms():
     return WeightedSum({"proxies": (1.0, ProxyAnchorLoss(3, 4).double()), "ap": (0.5, LearnedTau())})
 
 
+@pytest.mark.refusal  # by the type checker
 def test_loss_lr_factor():
     """All parameters of all terms have the rate of the loss, in the last group of the optimizer."""
     plain, loss, log = WithBackbone(), learned_terms(), Log()
@@ -105,6 +106,7 @@ def test_loss_lr_factor():
     assert_same(module.loss, loss)
 
 
+@pytest.mark.refusal  # by the type checker
 def test_a_run_is_continued_with_its_parameter_groups_only(tmp_path):
     """Without the factor, the states would not belong to the parameters."""
 
@@ -130,6 +132,7 @@ def test_a_parameter_that_the_loss_shares_with_the_network_has_the_rate_of_the_n
     assert module.embedder.scale in set(groups[0]["params"])
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_the_loss_is_clipped_and_decays_as_the_network(algorithm):
     plain, loss = WithBackbone(), learned_terms()
@@ -183,6 +186,7 @@ def sequence(*parts, milestones=(3,)):
 LINEAR = functools.partial(schedulers.LinearLR, start_factor=0.1, total_iters=3)
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize(
     ("scheduler", "number"),
     [

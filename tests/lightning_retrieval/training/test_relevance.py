@@ -190,6 +190,7 @@ def loaded(module, path):
     return RetrievalModule.load_from_checkpoint(path, weights_only=True)
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize("rule", [SharedTags(3), NearInTime(7)], ids=repr)
 def test_a_checkpoint_rebuilds_the_rule(rule, tmp_path):
     """Also a rule of one's own, whose module has been imported."""

@@ -321,6 +321,7 @@ class QueryNet(nn.Module):
         return self.net(inputs)
 
 
+@pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize("by_argument", [True, False])
 def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp_path):
     sides = TwoNetworks(QueryNet(), frozen_side="candidates" if by_argument else None)
@@ -333,6 +334,7 @@ def test_a_frozen_side_stays_frozen_when_a_checkpoint_is_loaded(by_argument, tmp
     assert not torch.allclose(loaded.query_embedder.net[0].weight, module.query_embedder.net[0].weight)
 
 
+@pytest.mark.refusal  # by the type checker
 def test_networks_that_a_checkpoint_cannot_describe_are_given_again(tmp_path):
     module = module_of(SmoothAPLoss(tau=0.1))
     fit(module, pairs()).save_checkpoint(tmp_path / "m.ckpt")
