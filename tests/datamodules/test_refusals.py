@@ -24,6 +24,7 @@ from lightning_retrieval.datamodules import (
     RetrievalDataLoader,
     TextTable,
 )
+from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
 from tests.datamodules.pictures import as_it_is
 from tests.datamodules.trees import write_image, write_text
@@ -80,6 +81,10 @@ def index(**arguments):
     return ImageIndex(**{"paths": ["a", "b"], "labels": [0, 1], **arguments})
 
 
+def tagged(**names):
+    return ImageSet(index(tags=[[0], [1]], **names), ".", as_it_is)
+
+
 def with_path(path):
     return lambda: index(paths=[path, "b"])
 
@@ -123,7 +128,7 @@ TEXTS = "text,label,split\na red shoe,shoe,train\na sofa,sofa,test\n"
 TABLE = {
     "ImageFolder": [
         (lambda: ImageFolder("gone").splits, MissingFile, "root"),
-        (lambda: folder().splits, MissingFile, "root"),
+        (lambda: ImageFolder(".").splits, InvalidValue, "root", ""),  # empty
         (lambda: folder(".").splits, InvalidValue, "root", ""),
         (lambda: folder("pets/a", "birds/b").splits, InvalidValue, "root", ""),
         (lambda: folder("a", "b", categories=True).splits, InvalidValue, "root", ""),
@@ -218,6 +223,7 @@ TABLE = {
         (lambda: Pairs(folder("a", "b"), "photos"), InvalidType, "candidates"),
         (lambda: Pairs(folder("a", "b"), folder("a", "b"), queries_per_class=0), InvalidValue, "queries_per_class"),
         (lambda: pairs(candidates="tags").train_set, InvalidValue, ""),
+        (lambda: PairSet(tagged(tag_names=["red", "blue"]), tagged()), InvalidValue, ""),
         (lambda: pairs("tags", "tags").train_dataloader(), InvalidValue, ""),
         (lambda: pairs(splits=("train,train,train,test", "train,train,test,test")).train_set, InvalidValue, ""),
         (lambda: pairs(splits=("train,a,b,b", "train,a,c,c")).test_set, InvalidValue, ""),

@@ -139,6 +139,15 @@ def test_every_combination_is_drawn_once_before_any_is_drawn_twice_across_epochs
     assert len(orders) > 1 or len(every) == 1  # each refill has a new order
 
 
+def test_the_order_of_the_combinations_depends_on_the_seed():
+    labels = [label for label in range(10) for _ in range(5)]
+    categories, orders = [label % 5 for label in labels], set()
+    for seed in range(3):
+        batches = list(make(labels, categories, 4, 3, seed=seed))
+        orders.add(tuple(assert_contract(batches, labels, categories, 4, 3, 2)))
+    assert len(orders) == 3
+
+
 def test_each_category_is_drawn_once_per_round_if_there_are_too_many_combinations_to_list():
     """There are 8.5 million combinations of 7 out of 40 categories."""
     labels = [label for label in range(80) for _ in range(4)]

@@ -80,8 +80,9 @@ def texts(tmp_path):
 def frozen(tmp_path):
     """Freeze the embedder of a checkpoint with these settings of its module."""
 
-    def freeze(embedder=None, **settings):
+    def freeze(embedder=None, preparation=None, **settings):
         module = RetrievalModule(embedder or Embedder("glyph_net", 8), SmoothAPLoss(), **settings)
+        module.preparation = preparation
         return FrozenEmbedder(checkpoint=str(save_checkpoint(tmp_path / "old.ckpt", module)))
 
     return freeze
@@ -96,6 +97,11 @@ def with_infinity(fitted):
     damaged = fitted.state_dict()
     damaged["_extra_state"]["mean"][1] = float("nan")
     return PCAWhitening().load_state_dict(damaged)
+
+
+def damaged(tmp_path):
+    (tmp_path / "old.ckpt").write_bytes(b"half of a checkpoint")
+    return FrozenEmbedder(checkpoint=str(tmp_path / "old.ckpt"))
 
 
 def squeezenet(file):
@@ -190,6 +196,8 @@ TABLE = {
         (lambda: FrozenEmbedder(checkpoint="gone.ckpt"), MissingFile, "checkpoint"),
         (lambda frozen: frozen(eval_scales=[1.0, 0.5]), InvalidValue, "checkpoint"),
         (lambda frozen: frozen(whitening=PCAWhitening()), InvalidValue, "checkpoint"),
+        (lambda frozen: frozen(preparation={"function": "mine.prepare"}), InvalidValue, "checkpoint"),
+        (damaged, InvalidValue, "checkpoint"),
         (lambda frozen: frozen(embedder=Embedder(nn.Conv2d(1, 3, 3))), InvalidValue, "checkpoint"),
     ],
     "AdaptedEmbedder": [(lambda: AdaptedEmbedder(nn.Flatten(), 0, 4), InvalidValue, "from_dim")],
@@ -212,6 +220,7 @@ TABLE = {
         (lambda: PCAWhitening().fit(rows(4, 4)), InvalidValue, "embeddings"),
         (lambda: PCAWhitening().fit(torch.full((9, 2), torch.inf)), InvalidValue, "embeddings", ""),
         (lambda: PCAWhitening().fit(FLAT), InvalidValue, "embeddings"),
+        (lambda: PCAWhitening()(rows(2, 3)), InvalidValue, "", ""),
         (lambda fitted: fitted(rows(2, 3)), InvalidValue, "embeddings"),
         (lambda fitted: PCAWhitening(3).load_state_dict(fitted.state_dict()), InvalidValue, "dim"),
         (with_infinity, InvalidValue, "state['mean']", ""),

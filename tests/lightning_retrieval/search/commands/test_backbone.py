@@ -17,6 +17,7 @@ from PIL import Image
 from lightning_retrieval import RetrievalIndex, RetrievalModule
 from lightning_retrieval.models import AdaptedEmbedder, Embedder, GeM
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from tests.lightning_retrieval.search.commands.glyph_commands import command, error_of, run
 
 SIZE = 64
@@ -105,6 +106,15 @@ def test_embeddings_of_a_pretrained_network_are_continued_indexed_and_adapted(ph
     module = RetrievalModule.load_from_checkpoint(tmp_path / "adapted.ckpt")
     assert isinstance(module.embedder, AdaptedEmbedder)
     assert module.preparation == folder.manifest.preparation
+
+
+@pytest.mark.skipif(not can_write_onnx(torch.__version__), reason="torch writes ONNX from 2.8 on")
+def test_an_export_of_a_pretrained_network_says_what_it_is(weights, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    assert run(capsys, "export", *of_backbone(weights), f"--output={tmp_path}")[0] == 0
+    about = json.loads((tmp_path / "preparation.json").read_text())
+    assert about["backbone"] == {"backbone": "squeezenet1_1", "weights": weights.name}
+    assert about["preparation"]["image_size"] == SIZE
 
 
 def test_an_index_is_rebuilt_where_its_weights_are_found_and_with_no_others(photos, weights, indexed, tmp_path, capsys):

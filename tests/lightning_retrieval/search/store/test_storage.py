@@ -72,8 +72,7 @@ def test_a_reader_finds_a_complete_index_while_others_replace_it(mapped, folder)
     writer.join()
     assert errors == []
     assert found == sorted(found)
-    print(len(set(found)), len(found))
-    assert len(set(found)) > 3
+    assert len(set(found)) > 5, "the index was hardly ever read between two saves"
     assert len(RetrievalIndex.load(folder)) == 74
 
 
