@@ -1,4 +1,4 @@
-"""The examples run, shortened where they train for long; the study runs one small experiment; benchmarks print a help.
+"""Examples run, shortened where they train for long; the study runs one small experiment; programs print a help.
 
 test_docs.py runs the scripts that the pages tell to run, and test_papers.py the configs of the papers.
 """
