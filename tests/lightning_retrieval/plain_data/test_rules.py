@@ -1,7 +1,7 @@
 """Which classes and settings a file may name, and by which path: that of jsonargparse and LightningCLI."""
 
 import functools
-import importlib
+import importlib.metadata
 import inspect
 import sys
 import types
@@ -51,6 +51,7 @@ def test_a_class_has_the_shortest_public_path_which_is_that_of_jsonargparse():
             assert find_class("thing", f"{package.__name__}.{cls.__name__}") is cls
 
 
+@pytest.mark.hostile
 @pytest.mark.refusal
 def test_only_modules_that_the_user_has_imported_are_looked_in(planted):
     module, written = planted
@@ -75,6 +76,7 @@ def test_a_class_of_the_users_script_is_found(monkeypatch):
     assert find_class("net", "__main__.Net") is net
 
 
+@pytest.mark.hostile
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     "path",
@@ -96,6 +98,24 @@ def test_imported_libraries_and_what_modules_import_are_not_the_users(path):
         importlib.import_module(module)
     with pytest.raises(ValueError, match=r"^`thing` names "):
         find_class("thing", path)
+
+
+def find_without_requirements(rank, world_size):
+    def requires(_):
+        raise importlib.metadata.PackageNotFoundError
+
+    importlib.metadata.requires = requires
+    importlib.import_module("torchmetrics.classification")
+    assert find_class("thing", f"{__name__}.Outer") is Outer
+    with pytest.raises(ValueError, match=NOT_ALLOWED):
+        find_class("thing", "torchmetrics.classification.BinaryAccuracy")
+
+
+@pytest.mark.hostile
+@pytest.mark.refusal
+def test_without_known_requirements_no_installed_library_is_the_users(run_alone):
+    """In another process, which has not asked for them before."""
+    run_alone(find_without_requirements)
 
 
 @pytest.mark.hostile
@@ -188,6 +208,7 @@ def test_networks_of_builders_get_no_pretrained_weights(monkeypatch):
     assert type(rebuild("net", description, nn.Module)).__name__ == "ResNet"
 
 
+@pytest.mark.hostile
 @pytest.mark.refusal
 def test_builders_make_listed_networks_and_nothing_else():
     with pytest.raises(ValueError, match=r"^`(net|model_name)` must "):

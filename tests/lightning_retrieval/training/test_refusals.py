@@ -4,6 +4,8 @@ import math
 
 import torch
 import transformers
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_metric_learning.losses import NCALoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -16,10 +18,12 @@ from lightning_retrieval import (
     TwoNetworks,
     TwoSides,
     Updates,
+    WeightedSum,
     chunked_backward,
     largest_chunk_size,
 )
 from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.losses import BlackboxMAPLoss
 from tests.lightning_retrieval.training.small_training import SGD, Gives, batches, fit, net
 from tests.quiet_trainer import quiet_trainer
 from tests.refusals import refusal_test
@@ -99,6 +103,13 @@ def mesh_of(devices, strategy):
     quiet_trainer(devices=devices, strategy=strategy).strategy.setup_environment()
 
 
+def begin_with(strategy):
+    """Check the flags of a Trainer without a run, which would start processes."""
+    begun = module()
+    begun.trainer = quiet_trainer(devices=2, strategy=strategy)
+    begun.configure_callbacks()
+
+
 def loaded_again(embedder):
     """Load the checkpoint of a network that cannot be described in a file."""
     trainer = quiet_trainer()
@@ -107,6 +118,12 @@ def loaded_again(embedder):
     RetrievalModule.load_from_checkpoint("m.ckpt", weights_only=True)
 
 
+BATCH = batches(1)[0]
+PAIR = {"queries": BATCH, "candidates": BATCH}
+NARROW = TwoNetworks(nn.Linear(6, 3).double())
+BOTH = TwoSides(directions="both")
+WITH_NCA = WeightedSum({"ap": (1.0, SmoothAPLoss()), "other": (1.0, NCALoss())})
+DETACHED = CrossBatchMemory(9, mode="one_list_detached")
 TEXTS = [f"{number}.jpg" for number in range(10)]
 TABLE = {
     "chunked_backward": [
@@ -168,6 +185,15 @@ TABLE = {
         (lambda: module(lr_scheduler_interval="batch"), InvalidValue, "lr_scheduler_interval"),
         (lambda: module(lr_scheduler_frequency=0), InvalidValue, "lr_scheduler_frequency"),
         (lambda: module(SAME, sides=TwoNetworks(SAME)), InvalidValue, "sides"),
+        (lambda: module(sides=NARROW, memory=DETACHED), InvalidValue, "", "one_list_detached"),
+        (lambda: module(loss=WITH_NCA, memory=CrossBatchMemory(8)), InvalidType, "", "NCALoss"),
+        (lambda: module(loss=WITH_NCA, sides=BOTH), InvalidType, "", "NCALoss"),
+        (lambda: fit(module(loss=WITH_NCA), [PAIR]), InvalidType, "", "NCALoss"),
+        (lambda: fit(module(sides=BOTH), [BATCH]), InvalidType, "", "2 items"),
+        (lambda: fit(module(), [{"queries": BATCH}]), InvalidValue, "", "only queries"),
+        (lambda: module(sides=NARROW).validation_step(PAIR, 0), InvalidValue, "", "3 and 4"),
+        (lambda: module(loss=BlackboxMAPLoss()), InvalidType, "", "BlackboxMAPLoss"),
+        (lambda: begin_with(ModelParallelStrategy()), InvalidValue, "", "tensor_parallel_size='auto'"),
         (lambda: module(relevance=nn.Linear(1, 1)), InvalidType, "relevance"),
         (lambda: fit(module(loss=Gives(shape=(2,))), batches(1)), InvalidValue, "loss"),
         (lambda: optimizers_of(net(), updates=Updates(head_lr_factor=10)), InvalidValue, "head_lr_factor", ""),
