@@ -8,7 +8,7 @@ says what it is:
     console  each line after `$ ` is a command, which is run; other lines are output, which is not compared
     bash     each line is a command, as above
     yaml     is written to the file that its title names, for a later command
-    text     output, directory trees and formulas: not run
+    text     output, directory trees and formulas: not run; the options of commands in it must exist
 
 Training stops after two batches and downloads no weights. Commands that create the environment are not run here;
 `.ci/run` starts with them.
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+FURTHER_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "tests/README.md")
 
 ENVIRONMENT = (
     "git clone",
@@ -167,6 +168,28 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+def commands_not_run(page):
+    """The commands in blocks of text, and those in the tables of docs/reproduce.md, which need published data sets."""
+    texts = [block.text.replace("\\\n", " ") for block in blocks_of(page) if block.language == "text"]
+    texts += re.findall(r"`(lightning-retrieval \w+ --config examples/.*?)`", page.read_text(encoding="utf-8"))
+    found = re.findall(r"^(?:\$ )?lightning-retrieval (.*)$", "\n".join(texts), flags=re.MULTILINE)
+    return [shlex.split(words.replace("--ckpt_path CHECKPOINT", ""), comments=True) for words in dict.fromkeys(found)]
+
+
+@each([page for page in PAGES if commands_not_run(page)])
+def test_commands_that_are_not_run_have_valid_options(page, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    for command, *words in commands_not_run(page):
+        is_config = any(word.startswith("examples/") for word in words)
+        asked = [*words, "--print_config"] if is_config else [*words[: 2 * (command == "check")], "--help"]
+        with pytest.raises(SystemExit) as ended:
+            main([command, *asked])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 0, err
+        options = {word for word in words if word.startswith("-")}
+        assert is_config or options <= set(re.findall(r"--?[\w.]+", out)), shlex.join([command, *words])
+
+
 @each(NOTEBOOKS)
 def test_a_notebook_runs(page, tmp_path, monkeypatch):
     """In a new kernel, without the cells that install something, which have the tag `skip-execution`."""
@@ -191,7 +214,7 @@ def test_a_notebook_is_stored_with_its_outputs(page):
     assert all(output.get("name") != "stderr" and output["output_type"] != "error" for output in outputs)
 
 
-@each([*PAGES, *NOTEBOOKS, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "examples/README.md"])
+@each([*PAGES, *NOTEBOOKS, *(REPOSITORY / name for name in FURTHER_PAGES)])
 def test_relative_links_have_a_target(page):
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
