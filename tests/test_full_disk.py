@@ -4,6 +4,8 @@ import contextlib
 import io
 import re
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,8 +36,9 @@ def write(rank, world_size, writer, *args):
     writer(*args)
 
 
-def error_on_a_full_disk(rank, world_size, writer, *args):
-    limit_files()
+def error_of(rank, world_size, limited, writer, *args):
+    if limited:
+        limit_files()
     with pytest.raises(OSError) as raised:  # noqa: PT011
         writer(*args)
     return str(raised.value)
@@ -58,10 +61,17 @@ def test_a_full_disk_leaves_what_was_there(name, run_alone, tmp_path):
     arguments = (folder / "old", *ARGUMENTS.get(name, (checkpoint, {})))
     run_alone(write, WRITERS[name], *arguments)
     before = content(folder)
-    error = run_alone(error_on_a_full_disk, WRITERS[name], *arguments)
+    error = run_alone(error_of, True, WRITERS[name], *arguments)
     assert re.search(r"/old cannot be written \(File too large\)", error), error
     assert content(folder) == before
     assert [path.name for path in folder.iterdir()] == ["old"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that nobody may write to")
+@pytest.mark.parametrize("name", ["file", "model"])
+def test_a_folder_that_may_not_be_written_to_is_named(name, run_alone):
+    error = run_alone(error_of, False, WRITERS[name], Path("/sys/model.ckpt"), *ARGUMENTS[name])
+    assert re.search(r"/sys/model.ckpt cannot be written \(.*permi", error), error
 
 
 def fit(folder, epochs):

@@ -46,6 +46,8 @@ FORMS = (
     "simplecache::local://{photos}",
 )
 
+OF_WINDOWS = ("C:\\Users\\photos\\private.txt", "link\\..\\..\\photos\\private.txt")
+
 
 def path_of(form: str, photos: Path, folder: Path) -> str:
     """The path that a form makes of the user's folder and the folder of the run."""
@@ -177,7 +179,7 @@ class Kept(ModelCheckpoint):
             trainer.strategy.remove_checkpoint(path)
 
 
-@pytest.mark.parametrize("form", ["{photos}/private.txt", "memory://photos"])
+@pytest.mark.parametrize("form", ["{photos}/private.txt", "local://{photos}", "memory://photos", *OF_WINDOWS])
 def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     folder = tmp_path / "run"
     run(folder, 1, saving=[Kept(folder, "{step}", every_n_train_steps=1, save_last=True)])

@@ -3,15 +3,19 @@
 Promise 2: checks cost nothing after the first steps. A wait is seen in no other way, since it changes no number.
 """
 
+import sys
 import warnings
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, losses
+from lightning_retrieval.losses import blockwise, lists
 from tests.quiet_trainer import quiet_trainer
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
@@ -87,3 +91,52 @@ def test_a_step_on_a_gpu_waits_a_few_times(name, size, stand_in_for_kernels):
     data = DataLoader([batch_of(name, size)] * 2, batch_size=None)
     trainer.fit(RetrievalModule(nn.Linear(DIM, 8), LOSSES[name]()), data)
     assert waits.counts[1] <= MOST[size], waits.counts
+
+
+class Waits(TorchDispatchMode):
+    """Counts where the host would wait if some tensors, and all that is computed from them, were on a device."""
+
+    READ = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal"})
+
+    def reset(self):
+        self.found = []
+
+    def total(self):
+        return len(self.found)
+
+    def to_host(self, values):
+        self.found.append("to_host")
+        return torch.tensor(values.detach().tolist(), dtype=values.dtype)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        on_device = any(getattr(leaf, "is_on_device", False) for leaf in tree_leaves((args, kwargs)))
+        if on_device and name in self.READ:
+            self.found.append(name)
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                leaf.is_on_device = on_device
+        return result
+
+
+@pytest.mark.parametrize("name", ["SmoothAP", "BlackboxAP", "HAP", "nested ROADMAP"])
+def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, monkeypatch):
+    """On the CPU, which the library takes for a device that computes small blocks."""
+    pretended = Waits()
+    changes = {"to_host": pretended.to_host, "is_accelerator": lambda device: True}
+    for module in [module for path, module in sys.modules.items() if path.startswith("lightning_retrieval.")]:
+        for changed in changes.keys() & vars(module).keys():
+            monkeypatch.setattr(module, changed, changes[changed])
+    monkeypatch.setattr(blockwise, "ACCELERATOR_BLOCK_ELEMENTS", 384 * 64)
+    monkeypatch.setattr(lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
+    batch, network = batch_of(name, 384), nn.Linear(DIM, 8)
+    for tensor in (*batch, *network.parameters()):
+        tensor.is_on_device = True
+    waits = WaitsOfSteps(pretended)
+    pretended.reset()
+    with pretended:
+        quiet_trainer(max_steps=2, callbacks=[waits]).fit(
+            RetrievalModule(network, LOSSES[name]()), DataLoader([batch] * 2, batch_size=None)
+        )
+    assert 0 < waits.counts[1] <= MOST[384], pretended.found

@@ -1,23 +1,25 @@
 """A network that FSDP2 shards over two processes trains as in one; tests/test_full_sharding.py has longer runs."""
 
 import copy
+import functools
 import pickle
+import shutil
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
 from pytorch_lightning.plugins import DoublePrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, RetrievalModule, Updates
-from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.checkpoints import torch_writes_shards, write_sharded_checkpoint
-from tests.lightning_retrieval.training.small_training import LearnedTau, Log
+from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, PCAWhitening, RetrievalModule, Updates
+from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
+from lightning_retrieval.checkpoints import MANIFEST, torch_writes_shards, write_sharded_checkpoint
+from tests.lightning_retrieval.training.small_training import LearnedTau, Log, Unfreeze
 from tests.quiet_trainer import quiet_trainer
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -101,7 +103,18 @@ CASES = {
 }
 
 
-def fit(world, *, kind=RetrievalModule, network=None, epochs=2, path=None, strategy=None, callbacks=(), **settings):
+def fit(
+    world,
+    *,
+    kind=RetrievalModule,
+    network=None,
+    epochs=2,
+    path=None,
+    strategy=None,
+    callbacks=(),
+    saves=False,
+    **settings,
+):
     """A run whose module and Trainer are returned."""
     if world > 1 and strategy is None:
         strategy = ModelParallelStrategy(world, **ONE_FILE)
@@ -111,6 +124,7 @@ def fit(world, *, kind=RetrievalModule, network=None, epochs=2, path=None, strat
         plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
         max_epochs=epochs,
         callbacks=[*callbacks, RetrievalEvaluation(ks=(1,))],
+        enable_checkpointing=saves,
     )
     module = kind(network or Net(), LearnedTau(), **{"chunk_size": 2, **copy.deepcopy(settings)})
     if world > 1 and dist.is_initialized() and dist.get_rank() == 1 and network is None:
@@ -185,6 +199,11 @@ def without_memory():
     return network
 
 
+def predict():
+    run = quiet_trainer(devices=2, strategy=ModelParallelStrategy(2, **ONE_FILE))
+    run.predict(RetrievalModule(Net(), LearnedTau()), DataLoader(Batches(2), batch_size=None))
+
+
 def wrong_runs(rank, folder):
     """The message of each run that must not begin, in this process."""
     auto = {"strategy": FSDP2Strategy(), "chunk_size": "auto"}
@@ -193,13 +212,18 @@ def wrong_runs(rank, folder):
         "in part": {"kind": ShardedInPart},
         "shared": {"network": with_shared_weight()},
         "auto": auto,
-        "callback": {"callbacks": [EMAWeightAveraging()]},
+        "average": {"callbacks": [EMAWeightAveraging()]},
+        "finetuning": {"callbacks": [Unfreeze()]},
+        "pruning": {"callbacks": [ModelPruning("l1_unstructured")]},
+        "exception": {"callbacks": [OnExceptionCheckpoint(folder)], "saves": True},
+        "whitening": {"callbacks": [LearnWhitening()], "whitening": PCAWhitening(2)},
         "without memory": {"network": without_memory(), "path": folder / "one file", **CASES["memory"]},
     }
+    runs = {name: functools.partial(fit, 2, **settings) for name, settings in runs.items()}
     messages = {}
-    for name, settings in runs.items():
+    for name, run in {**runs, "predict": predict}.items():
         try:
-            fit(2, **settings)
+            run()
         except ValueError as error:
             messages[name] = str(error)
     return messages
@@ -265,6 +289,35 @@ def test_each_process_writes_its_shards_only(ranks, folder):
     assert max(sizes) < 0.6 * (folder / "one file").stat().st_size
 
 
+def flip_a_bit(path):
+    shard = next(path.rglob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 4
+    shard.write_bytes(content)
+
+
+def lose_a_shard(path):
+    next(path.rglob("*.safetensors")).unlink()
+
+
+def name_a_file_elsewhere(path):
+    """With valid checksums, which whoever writes a checkpoint can write."""
+    manifest = MANIFEST.read(path)
+    name, checksum = next(iter(manifest["files"].items()))
+    shutil.copy(path / name, path.parent / "x")
+    files = {**manifest["files"], "../x": checksum}
+    (path / "checkpoint.json").write_bytes(MANIFEST.encode({**manifest, "files": files}))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("damage", [flip_a_bit, lose_a_shard, name_a_file_elsewhere])
+def test_damaged_shards_are_refused(ranks, folder, tmp_path, damage):
+    shutil.copytree(folder / "shards", tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="damaged is damaged"):
+        RetrievalModule.load_from_checkpoint(tmp_path / "damaged", embedder=Net(), loss=LearnedTau())
+
+
 @pytest.mark.refusal
 def test_what_cannot_be_sharded_raises_in_all_processes(ranks):
     words = {
@@ -272,8 +325,13 @@ def test_what_cannot_be_sharded_raises_in_all_processes(ranks):
         "in part": "must be sharded",
         "shared": "in several",
         "auto": "chunk_size='auto'",
-        "callback": "EMAWeightAveraging",
+        "average": "EMAWeightAveraging",
+        "finetuning": "Unfreeze",
+        "pruning": "ModelPruning",
+        "exception": "OnExceptionCheckpoint",
+        "whitening": "LearnWhitening",
         "without memory": "got no values for embedder.grid",
+        "predict": "in predict",
     }
     for result in ranks:
         assert list(result["wrong"]) == list(words)
