@@ -67,7 +67,7 @@ def file_at(path):
 
 
 def needs_the_evaluation(kind):
-    return (lambda: validate(kind()), InvalidValue, "", "")
+    return (lambda: validate(kind()), InvalidValue, "", "RetrievalEvaluation")
 
 
 UNLABELLED = DataLoader([Points(3)[index] for index in range(27)], batch_size=9)
@@ -93,7 +93,7 @@ TABLE = {
             InvalidValue,
             "images",
         ),
-        (lambda: fit(LearnWhitening()), InvalidValue, "", ""),
+        (lambda: fit(LearnWhitening()), InvalidValue, "", "no whitening"),
         (
             lambda: make_trainer(LearnWhitening()).predict(module_of(whitening=PCAWhitening(3)), LOADER),
             InvalidValue,
@@ -143,7 +143,12 @@ TABLE = {
         (lambda: RetrievalGallery(order="best"), InvalidValue, "order"),
     ],
     "RetrievalModule": [
-        (lambda: fit(module=module_of(memory=CrossBatchMemory(9, "auto")), loader=LOADER), InvalidValue, "", ""),
+        (
+            lambda: fit(module=module_of(memory=CrossBatchMemory(9, "auto")), loader=LOADER),
+            InvalidValue,
+            "",
+            "start_step='auto'",
+        ),
     ],
     "ScoreHistogram": [
         needs_the_evaluation(ScoreHistogram),

@@ -62,7 +62,7 @@ TABLE = {
         (lambda: SmoothAPLoss(tau=0), InvalidValue, "tau"),
         (lambda: SmoothAPLoss(tau=-0.1), InvalidValue, "tau"),
         (lambda: SmoothAPLoss(reduction="min"), InvalidValue, "reduction"),
-        (lambda: SmoothAPLoss(temperature=0.1), InvalidType, "", ""),
+        (lambda: SmoothAPLoss(temperature=0.1), InvalidType, "", "temperature"),
         (lambda: smooth_ap(X[:, 0], Y), InvalidValue, "embeddings"),
         (lambda: smooth_ap(X.long(), Y), InvalidType, "embeddings"),
         (lambda: smooth_ap(NAN, Y), InvalidValue, "embeddings"),
@@ -113,7 +113,7 @@ TABLE = {
     "FastAPLoss": [
         (lambda: FastAPLoss(num_bins=1), InvalidValue, "num_bins"),
         (lambda: FastAPLoss(num_bins=10.5), InvalidType, "num_bins"),
-        (lambda: FastAPLoss(temperature=0.1), InvalidType, "", ""),
+        (lambda: FastAPLoss(temperature=0.1), InvalidType, "", "temperature"),
     ],
     "QuantizedAPLoss": [
         (lambda: QuantizedAPLoss(num_bins=0), InvalidValue, "num_bins"),
@@ -181,7 +181,7 @@ TABLE = {
         (lambda: nested(weights=(1.0,)), InvalidValue, "weights"),
         (lambda: nested(pml.ArcFaceLoss(3, 8)), InvalidType, "loss"),
         (lambda: nested(dims=(2, 8))(X, Y), InvalidValue, "dims"),
-        (lambda: nested().from_scores(SCORES, MASK), InvalidType, "", ""),
+        (lambda: nested().from_scores(SCORES, MASK), InvalidType, "", "score matrix"),
     ],
     "ArcFaceLoss": [
         (lambda: term(pml.ArcFaceLoss(2, 3))(X, Y + 1), InvalidValue, "labels"),
@@ -191,12 +191,12 @@ TABLE = {
         (lambda: term(pml.ContrastiveLoss())(X, ONE_HOT), InvalidValue, ""),
         (lambda: term(pml.ContrastiveLoss())(NAN, Y), InvalidValue, "embeddings"),
         (lambda: term(pml.ContrastiveLoss())(X, PAIRS, relevance=SharedTags()), InvalidType, "", "SharedTags"),
-        (lambda: term(pml.ContrastiveLoss()).from_scores(SCORES, MASK), InvalidType, "", ""),
+        (lambda: term(pml.ContrastiveLoss()).from_scores(SCORES, MASK), InvalidType, "", "score matrix"),
     ],
-    "NCALoss": [(lambda: term(pml.NCALoss())(X, Y, R, Z), InvalidType, "", "")],
+    "NCALoss": [(lambda: term(pml.NCALoss())(X, Y, R, Z), InvalidType, "", "references")],
     "TripletMarginLoss(swap=True)": [
-        (lambda: term(pml.TripletMarginLoss(swap=True))(X, Y, R, Z), InvalidType, "", ""),
+        (lambda: term(pml.TripletMarginLoss(swap=True))(X, Y, R, Z), InvalidType, "", "references"),
     ],
-    "VICRegLoss": [(lambda: term(pml.VICRegLoss()), InvalidType, "", "")],
+    "VICRegLoss": [(lambda: term(pml.VICRegLoss()), InvalidType, "", "labels")],
 }
 test_invalid_arguments_raise = refusal_test(TABLE)

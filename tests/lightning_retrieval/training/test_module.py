@@ -64,6 +64,14 @@ def test_steps_are_those_of_plain_pytorch(chunk_size, dropout):
     assert run.global_step == 3  # one for each batch, whatever the number of chunks
 
 
+def test_the_seed_is_that_of_seed_everything(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "41")
+    assert RetrievalModule(net(), SmoothAPLoss()).seed == 41
+    assert RetrievalModule(net(), SmoothAPLoss(), seed=2).seed == 2
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert RetrievalModule(net(), SmoothAPLoss()).seed == 0
+
+
 def proxies() -> ProxyAnchorLoss:
     torch.manual_seed(8)
     return ProxyAnchorLoss(num_classes=3, embedding_size=4).double()
@@ -86,7 +94,10 @@ def test_a_subclass_may_leave_hooks_out():
         def on_fit_start(self):
             pass
 
-    fit(Own(net(), SmoothAPLoss()), batches())
+    own, expected = Own(net(), SmoothAPLoss()), RetrievalModule(net(), SmoothAPLoss())
+    fit(own, batches())
+    fit(expected, batches())
+    assert_same(own, expected)
 
 
 def test_predict_returns_embeddings():

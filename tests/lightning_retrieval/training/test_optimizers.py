@@ -233,9 +233,9 @@ def test_cyclic_rates_of_a_resumed_run_are_those_of_one_run(tmp_path):
 
 
 def test_a_scheduler_that_depends_on_the_rates_of_the_groups_may_begin_at_one_rate():
-    module = module_with(WithBackbone(), lr_scheduler=AbsoluteWarmUp, **FACTORS)
-    module.configure_optimizers()
-    module_with(WithBackbone(), lr_scheduler=OneRate).configure_optimizers()  # there are no factors to keep
+    for scheduler, factors, rate in ((AbsoluteWarmUp, FACTORS, 0.01), (OneRate, {}, 0.1)):  # {}: no factors to keep
+        settings = module_with(WithBackbone(), lr_scheduler=scheduler, **factors).configure_optimizers()
+        assert {group["lr"] for group in settings["optimizer"].param_groups} == {rate}
 
 
 @pytest.mark.parametrize(("eta_min", "count"), [(0.2, 1), (0.1, 0)])
