@@ -225,7 +225,7 @@ TABLE = {
         (lambda: pairs(candidates="tags").train_set, InvalidValue, ""),
         (lambda: PairSet(tagged(tag_names=["red", "blue"]), tagged()), InvalidValue, ""),
         (lambda: pairs("tags", "tags").train_dataloader(), InvalidValue, ""),
-        (lambda: pairs(splits=("train,train,train,test", "train,train,test,test")).train_set, InvalidValue, ""),
+        (lambda: pairs(splits=("train,train,train,test", "train,train,test,test")).train_set, InvalidValue, "", "'c'"),
         (lambda: pairs(splits=("train,a,b,b", "train,a,c,c")).test_set, InvalidValue, ""),
     ],
     "ImageIndex": [

@@ -14,6 +14,8 @@ import torch
 from lightning_retrieval.datamodules import RevisitedOxford
 from tests.datamodules.small_revisited import IMAGES, ground_truth, write_pickle, write_revisited
 
+pytestmark = pytest.mark.hostile
+
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 @pytest.mark.parametrize("module", [b"cnumpy.core.multiarray\n", b"cnumpy._core.multiarray\n"])
