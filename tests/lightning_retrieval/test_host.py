@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, losses
-from lightning_retrieval.losses import blockwise, lists
+from lightning_retrieval.losses import blockwise
 from tests.quiet_trainer import quiet_trainer
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
@@ -114,9 +114,8 @@ class Waits(TorchDispatchMode):
         if on_device and name in self.READ:
             self.found.append(name)
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                leaf.is_on_device = on_device
+        for leaf in filter(torch.is_tensor, tree_leaves(result)):
+            leaf.is_on_device = on_device
         return result
 
 
@@ -129,7 +128,6 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, monkeypatc
         for changed in changes.keys() & vars(module).keys():
             monkeypatch.setattr(module, changed, changes[changed])
     monkeypatch.setattr(blockwise, "ACCELERATOR_BLOCK_ELEMENTS", 384 * 64)
-    monkeypatch.setattr(lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
     batch, network = batch_of(name, 384), nn.Linear(DIM, 8)
     for tensor in (*batch, *network.parameters()):
         tensor.is_on_device = True
