@@ -5,8 +5,10 @@
 
 A table has a list of rows for each public class, function and command: a call, the class of the error, and the argument
 that the error names. The parameters of a call are fixtures. The row of a command has the class `SystemExit`, and its
-call returns the arguments as they are typed. A fourth item is text that the message must contain as the value that
-came, or "" if none came; without it, the error itself must have recorded the value. The call runs in an empty folder.
+call returns the arguments as they are typed. The call runs in an empty folder.
+
+The error must record the value that came. Where it does not, a fourth item is text that the message must contain, as
+the value or another word, or "" if no value came.
 """
 
 import inspect
