@@ -17,6 +17,7 @@ from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.datamodules.pairs import PairSet
 from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.export.onnx_file import can_write_onnx
 from lightning_retrieval.search.export.program import EmbeddingProgram, export_program
 from tests.datamodules.trees_more import SMALL
 from tests.lightning_retrieval.search.test_embedding_writer import IMAGES, LABELLED, new_module, predict
@@ -118,6 +119,12 @@ class DependsOnData(nn.Module):
         if images.mean() > 0:
             return images.flatten(1)
         return -images.flatten(1)
+
+
+def export_what_depends_on_data():
+    if not can_write_onnx(torch.__version__):
+        pytest.skip("old versions of torch say in several sentences what they cannot export")
+    export_program(EmbeddingProgram(DependsOnData(), GLYPHS, "float"))
 
 
 TABLE = {
@@ -232,7 +239,7 @@ TABLE = {
         (lambda: EmbeddingProgram(nn.Identity(), GLYPHS, "int"), InvalidValue, "input_type"),
     ],
     "export_program": [
-        (lambda: export_program(EmbeddingProgram(DependsOnData(), GLYPHS, "float")), InvalidValue, ""),
+        (export_what_depends_on_data, InvalidValue, ""),
         (
             lambda: export_program(EmbeddingProgram(nn.Identity(), Preparation.named("ap_gem"), "float")),
             InvalidValue,
