@@ -2,7 +2,7 @@
 
     python benchmarks/break_statements.py --breaks 20                                # of HEAD
     python benchmarks/break_statements.py --seed 1 --paths callbacks --commit 84b9e3ae
-    python benchmarks/break_statements.py --breaks 20 --each losses ranking+metrics datamodules --without_checks
+    python benchmarks/break_statements.py --without_checks --paths datamodules callbacks+lightning_retrieval/metrics
 
 The commit is checked out into a temporary folder, in which one statement after the other is broken: a comparison is
 replaced by its opposite, a condition negated, a call dropped, or a constant changed. The tests of the file's folder, or
@@ -32,7 +32,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 NOT_NOTICED, TOO_LATE = "NOT NOTICED", "NO TEST FAILED IN TIME"
-PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
+PACKAGES = "lightning_retrieval+callbacks+datamodules"
 IMPORTED_ONCE = ("pytest", "torch", "torchvision.transforms.v2", "pytorch_lightning", "torchmetrics", "sklearn.metrics")
 # Names of functions that validate or warn, and functions whose arguments are parts of a message.
 CHECK = re.compile(r"^_?(check|checks|checked|warn|rank_zero_warn|refuse|raise|short_repr|first_of|first_line)(_|$)")
@@ -137,22 +137,15 @@ def candidates(path: str, source: str, without_checks: bool) -> list[Break]:
     return found
 
 
-def drawn(folder: Path, paths: list[str], breaks: int, seed: int, without_checks: bool) -> list[Break]:
-    """As many statements as asked for, of the files in these folders of the checked-out commit."""
+def drawn(folder: Path, paths: str, breaks: int, seed: int, without_checks: bool) -> list[Break]:
+    """As many statements as asked for, of the files in these folders of the checked-out commit, joined by +."""
     found = []
-    for path in paths:
+    for path in paths.split("+"):
         files = sorted((folder / path).rglob("*.py")) if (folder / path).is_dir() else [folder / path]
         for file in files:
             source = file.read_text(encoding="utf-8")
             found += candidates(file.relative_to(folder).as_posix(), source, without_checks)
     return random.Random(seed).sample(found, breaks)
-
-
-def folder_of(package: str) -> str:
-    """The folder of a package of the library, by its name."""
-    if package in PACKAGES:
-        return package
-    return f"lightning_retrieval/{package}"
 
 
 def tests_of(folder: Path, path: str) -> list[str]:
@@ -229,9 +222,8 @@ def check_out(commit: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="HEAD")
-    parser.add_argument("--paths", nargs="+", default=list(PACKAGES), help="files and folders of the library")
     parser.add_argument(
-        "--each", nargs="+", default=[], help="packages, each of which gets as many breaks; those joined by + are one"
+        "--paths", nargs="+", default=[PACKAGES], help="files and folders that get as many breaks each; + joins several"
     )
     parser.add_argument("--without_checks", action="store_true", help="leave out what validates or writes messages")
     parser.add_argument("--tests", nargs="+", default=[], help="files of tests to run in place of the file's folder")
@@ -245,9 +237,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check_out(args.commit, folder)
-        groups = [list(map(folder_of, each.split("+"))) for each in args.each] or [args.paths]
         statements = []
-        for paths in groups:
+        for paths in args.paths:
             statements += drawn(folder, paths, args.breaks, args.seed, args.without_checks)
         for statement in statements:
             answer = answer_of_tests(folder, statement, args.tests, args.timeout)
