@@ -436,7 +436,6 @@ class Manifest:
         command: the command of `lightning-retrieval` that writes such a folder.
         cure: advice if the file is damaged.
         version: version of the format.
-        may_lack_checksum: whether files without a checksum are accepted.
     """
 
     content: str
@@ -444,7 +443,6 @@ class Manifest:
     command: str
     cure: str
     version: int = 1
-    may_lack_checksum: bool = False
 
     @property
     def format(self) -> str:
@@ -488,8 +486,7 @@ class Manifest:
         if header["version"] != self.version:
             rule = f"{folder} has format version {header['version']!r}, but this release reads version {self.version}"
             raise InvalidValue(rule, cure="write it again, or use the release that wrote it")
-        lacks_checksum = header["sha256"] is None and self.may_lack_checksum
-        if header["sha256"] != digest and not lacks_checksum:
+        if header["sha256"] != digest:
             raise InvalidValue(f"{path} is damaged, its checksum is not the one written in it", cure=self.cure)
         return values
 

@@ -312,11 +312,11 @@ class Saves(RetrievalModule):
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     path = saved(OwnParts(), tmp_path / "m.ckpt")
     torch.save({**torch.load(path, weights_only=True), "lightning_retrieval_format": 7}, path)
-    with pytest.raises(ValueError, match="format 1, .* got 7"):
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
         OwnParts.load_from_checkpoint(path)
-    with pytest.raises(ValueError, match="format 1, .* got 7"):
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
         restored_network(torch.load(path, weights_only=True))
-    with pytest.raises(ValueError, match="format 1, .* got 7"):
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
         run_from(path, OwnParts())
 
 
