@@ -222,9 +222,11 @@ class Preparation:
         return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain data, which checkpoints, JSON and YAML can hold."""
+        """The settings as plain data, which checkpoints, JSON and YAML can hold; `fill` only with `resize="fit"`."""
         settings = {}
         for field in fields(self):
+            if field.name == "fill" and self.resize != FIT:  # nothing is padded
+                continue
             value = getattr(self, field.name)
             settings[field.name] = list(value) if isinstance(value, tuple) else value
         return settings
