@@ -10,14 +10,11 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.invalid import Invalid, InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data.describe import constructor_parameters, is_variadic
+from lightning_retrieval.plain_data.describe import FACTORIES, constructor_parameters, is_variadic
 from lightning_retrieval.plain_data.rules import (
     BUILDER_OF_TIMM,
     Kinds,
@@ -32,8 +29,6 @@ from lightning_retrieval.plain_data.rules import (
 T = TypeVar("T")
 
 KWARGS = "_kwargs"  # hyperparameter: the names of the arguments that the caller gave to the `**kwargs` of a constructor
-# Classes that get their other arguments later, so that their description stands for a `functools.partial`.
-_FACTORIES = (Optimizer, LRScheduler, ReduceLROnPlateau)
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of the builders
 
 
@@ -69,11 +64,11 @@ def rebuild_factory(name: str, value: Any, kinds: Kinds) -> Any:
         ValueError: as for `rebuild`.
     """
     made = _rebuilt(name, value)
-    if made is not value and not (isinstance(made, functools.partial) and issubclass(made.func, kinds)):  # type: ignore[arg-type]
-        rule = f"must describe one of {', '.join(kind.__name__ for kind in kinds)}"
-        raise InvalidType(rule, argument=name, got=value["class_path"])
-    if not callable(made):
-        rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1)"
+    is_right = callable(made)
+    if made is not value:
+        is_right = issubclass(getattr(made, "func", object), kinds)
+    if not is_right:
+        rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), or describe a class of this kind"
         raise InvalidType(rule, argument=name, got=short_repr(value))
     return made
 
@@ -125,7 +120,7 @@ def built(path: str, value: Any) -> Any:
     if make is not None:
         return _made(path, make, _without_weights(make, arguments))
     cls = find_class(path, value["class_path"])
-    if issubclass(cls, _FACTORIES):
+    if issubclass(cls, FACTORIES):
         return functools.partial(cls, **arguments)
     return _made(path, cls, arguments)
 

@@ -14,6 +14,7 @@
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,10 @@ BUILDER_OF_TIMM = "timm.create_model"
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
-# Never the user's, wherever they are installed: libraries have classes that read files, download or run code.
+# Never the user's, wherever they are installed: they have networks and metrics that read files, download or run code.
 _LIBRARIES = (
-    *("albumentations", "datasets", "faiss", "fsspec", "gradio", "huggingface_hub", "jsonargparse", "lightning"),
-    *("lightning_fabric", "lightning_retrieval", "lightning_sdk", "lightning_utilities", "matplotlib", "numpy", "PIL"),
-    *("peft", "pyarrow", "pymilvus", "pytorch_lightning", "pytorch_metric_learning", "safetensors", "timm", "torch"),
-    *("torchmetrics", "torchvision", "tqdm", "transformers", "wandb", "yaml"),
+    *("lightning", "lightning_fabric", "lightning_retrieval", "peft", "pytorch_lightning", "pytorch_metric_learning"),
+    *("timm", "torch", "torchmetrics", "torchvision", "transformers"),
 )
 INSTALLED = frozenset(("dist-packages", "site-packages"))  # names of the folders to which package managers install
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
@@ -126,25 +125,16 @@ def find_class(path: str, name: Any, kinds: Kinds = (object,), packages: tuple[s
     """
     _check_path(path, name, packages)
     module, _, attribute = name.rpartition(".")
-    found = None
     if module in _PARENTS or is_below(module, packages):
-        found = getattr(_imported(module), attribute, None)
-    elif module in sys.modules:
-        found = getattr(sys.modules[module], attribute, None)
+        with suppress(ImportError):
+            importlib.import_module(module)
+    found = getattr(sys.modules.get(module), attribute, None)
     if not (isinstance(found, type) and issubclass(found, kinds)):
         shown = " or ".join(map(class_path, kinds))
         raise InvalidType(f"names {name}, which is no class of the kind needed here ({shown})", argument=path)
     if not _may_build(found, packages):
         raise _not_allowed(path, f"{found.__module__}.{found.__qualname__}")
     return found
-
-
-def _imported(module: str) -> Any:
-    """A module of `PACKAGES`; None if there is no such module."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
 
 
 def _check_path(path: str, name: Any, packages: tuple[str, ...]) -> None:
