@@ -110,7 +110,7 @@ def without_sources(described: Any) -> Any:
     if not isinstance(described, dict):
         return described
     kept = {key: without_sources(item) for key, item in described.items()}
-    if kept.get("class_path") == "timm.create_model" and isinstance(kept.get("init_args"), dict):
+    if kept.get("class_path") == "timm.create_model":
         for name in ("cache_dir", "checkpoint_path"):
             kept["init_args"].pop(name, None)
     return kept

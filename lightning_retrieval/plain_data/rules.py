@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from lightning_retrieval.checks import check_callable, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.plain_data.describe import class_path
 
 Kinds = tuple[type[Any], ...]
 
@@ -88,7 +88,7 @@ def check_plain_data(path: str, value: Any, packages: tuple[str, ...] = PACKAGES
         if any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
             rule = "must not be an address, since a file may not choose what is downloaded"
             raise InvalidValue(rule, argument=path, got=short_repr(value), cure=pass_again(path))
-    elif not (value is None or isinstance(value, (bool, int, float))):
+    elif not isinstance(value, (int, float, NoneType)):
         raise InvalidType("must be plain data", argument=path, got=f"{short_repr(value)} ({type(value).__name__})")
 
 
@@ -130,8 +130,7 @@ def find_class(path: str, name: Any, kinds: Kinds = (object,), packages: tuple[s
             importlib.import_module(module)
     found = getattr(sys.modules.get(module), attribute, None)
     if not (isinstance(found, type) and issubclass(found, kinds)):
-        shown = " or ".join(map(class_path, kinds))
-        raise InvalidType(f"names {name}, which is no class of the kind needed here ({shown})", argument=path)
+        raise InvalidType(f"names {name}, which is no class of the kind needed here", argument=path)
     if not _may_build(found, packages):
         raise _not_allowed(path, f"{found.__module__}.{found.__qualname__}")
     return found
