@@ -22,6 +22,7 @@ from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, metrics_of, write_example
 from tests.lightning_retrieval.models.hugging_face_folders import write_folder
 from tests.lightning_retrieval.search.commands.glyph_commands import command, run
+from tests.lightning_retrieval.training.test_module_checkpoints import OwnParts
 from tests.processes import start_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
@@ -225,6 +226,18 @@ def test_a_rule_of_relevance_of_ones_own_in_a_config(tmp_path, monkeypatch):
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     assert torch.load(checkpoint, weights_only=True)["hyper_parameters"]["relevance"] == own
     assert RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).relevance.size == 2
+
+
+def test_a_subclass_in_a_config_passes_arguments_on(tmp_path):
+    path = write_example(tmp_path)
+    config = yaml.safe_load(path.read_text())
+    own = "tests.lightning_retrieval.training.test_module_checkpoints.OwnParts"
+    config["model"] = {"class_path": own, "init_args": {"dim": 6, "chunk_size": 200}}
+    path.write_text(yaml.safe_dump(config))
+    main(["fit", "--config", str(path), *SMALL, *SHORT, "--test_after_fit=false"])
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    loaded = OwnParts.load_from_checkpoint(checkpoint, seed=3, weights_only=True)
+    assert (loaded.embedder.embedding_dim, loaded.chunk_size, loaded.seed) == (6, 200, 3)
 
 
 @pytest.mark.refusal

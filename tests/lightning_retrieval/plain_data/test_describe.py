@@ -96,6 +96,7 @@ class OfFunction:
         OfFunction.make(),
         nn.Sequential(nn.Linear(2, 2)),  # *args
         functools.partial(nn.Linear, weight=torch.zeros(2)),
+        nn.Identity,  # a class, which is no optimizer and no scheduler
         lambda parameters: None,
         torch.zeros(2),
     ],
