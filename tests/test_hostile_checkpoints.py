@@ -186,7 +186,7 @@ def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     path = path_of(form, users_folder, folder)
     checkpoint = write_states(folder / "last.ckpt", lambda state: state.update(kept=[path], dirpath=path), "Kept")
     saving = Kept(folder, "{step}", every_n_train_steps=1, save_last=True)
-    with pytest.warns(UserWarning, match=DROPPED):
+    with pytest.warns(UserWarning, match=NOT_DELETED):
         run(folder, 2, checkpoint, [saving])
     assert saving.dirpath == str(folder)
     assert_own_paths([saving], folder)
@@ -249,6 +249,7 @@ def test_a_checkpoint_that_says_it_is_of_an_early_release(users_folder, tmp_path
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     content["pytorch-lightning_version"] = "0.9.0"
     content["checkpoint_callback_best_model_path"] = f"local://{users_folder}"
+    content["checkpoint_callback_best_model_score"] = 0.0
     del content["callbacks"], content["loops"]
     torch.save(content, tmp_path / "last.ckpt")
     saving = [ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)]
@@ -349,33 +350,6 @@ def test_an_honest_run_continues_as_before(tmp_path):
     assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
     assert len(list(tmp_path.glob("best*"))) == 1
     assert before - set(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("mode", "choose_best", "choose_worst"), [("max", max, min), ("min", min, max)])
-def test_without_a_foreign_path_the_best_and_the_worst_are_chosen_again(tmp_path, mode, choose_best, choose_worst):
-    """The worst is deleted next."""
-
-    def saving():
-        settings = {"monitor": "train/loss", "mode": mode, "save_top_k": 2, "every_n_train_steps": 1}
-        return ModelCheckpoint(tmp_path, "{step}", **settings)
-
-    saved, restored, foreign = saving(), saving(), str(tmp_path.parent / "foreign.ckpt")
-    run(tmp_path, 2, saving=[saved])
-    scores = dict(saved.best_k_models)
-    best, worst = choose_best(scores, key=scores.get), choose_worst(scores, key=scores.get)
-
-    def change(state):
-        put_everywhere(state, foreign)
-        state["best_k_models"] |= scores
-
-    checkpoint = write_states(Path(best), change)
-    with pytest.warns(UserWarning, match=DROPPED):
-        trainer(callbacks=[restored], enable_checkpointing=True).test(
-            module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True
-        )
-    assert restored.best_k_models == scores
-    assert (restored.best_model_path, restored.kth_best_model_path) == (best, worst)
-    assert (restored.best_model_score, restored.kth_value) == (scores[best], scores[worst])
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -357,9 +357,9 @@ class ShardedRunCheckpoints:
                 checkpoint = load_mapped(path, weights_only=weights_only)
             check_content(checkpoint)
             if module._trainer is not None:
-                from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning
+                from lightning_retrieval.training.restored_states import keep_own_paths  # needs Lightning
 
-                checkpoint = restrict_states(module.trainer, checkpoint)
+                checkpoint = keep_own_paths(module.trainer, checkpoint)
             rename_plainly_in(checkpoint)
             module.unfilled -= checkpoint["state_dict"].keys()
             add_base_weights(module, checkpoint)

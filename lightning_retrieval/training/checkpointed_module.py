@@ -41,7 +41,7 @@ from lightning_retrieval.loading import module_of_checkpoint, read_module_checkp
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
 from lightning_retrieval.training import checkpoint_files
-from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
+from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, keep_own_paths, local_path
 
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 
@@ -85,7 +85,7 @@ class VerifiedCheckpoints(CheckpointIO):
                 content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
             check_content(content)
             if self.trainer is not None:
-                content = restrict_states(self.trainer, content)
+                content = keep_own_paths(self.trainer, content)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
