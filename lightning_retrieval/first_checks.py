@@ -8,14 +8,12 @@ from pathlib import Path
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
-PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
 RULE_OF_CHECKPOINT = "must be a checkpoint that training wrote, or the folder of its runs"
 
 
 def check_model_exists(checkpoint: Path) -> None:
-    """Raise unless there is a file or a folder, or a complete checkpoint that is about to get this name."""
-    is_pending = os.path.lexists(checkpoint.with_name(checkpoint.name + PENDING))
-    if not (checkpoint.is_file() or checkpoint.is_dir() or is_pending):
+    """Raise unless there is a file or a folder."""
+    if not (checkpoint.is_file() or checkpoint.is_dir()):
         got = f"{checkpoint}, which does not exist"
         raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got)
 

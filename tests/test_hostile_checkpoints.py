@@ -15,7 +15,7 @@ import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss, checkpoints
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import (
     read_checkpoint,
@@ -270,7 +270,7 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
     saved = next(folder.glob("newest*.ckpt"))
     photos = folder / "photos.ckpt"
     shutil.copytree(users_folder, photos)
-    (photos / "checkpoint.json").write_text("{}")  # of another program
+    (photos / "rest.pt").write_text("of another program")
     for path in (photos, *(path_of(form, users_folder, folder) for form in FORMS)):
         with pytest.warns(UserWarning, match=NOT_DELETED):
             done.strategy.remove_checkpoint(path)
@@ -286,7 +286,7 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_path):
     done = run(tmp_path / "run", 1)
-    for other in ((), ("notes.txt",), ("0123456789abcdef/notes.txt",)):
+    for other in ((), ("notes.txt",), ("shards/notes.txt",)):
         path = tmp_path / "run" / "sharded.ckpt"
         write_sharded_checkpoint(path, {"epoch": 3})
         for name in other:
@@ -299,45 +299,19 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
         shutil.rmtree(path, ignore_errors=True)
 
 
-def without_exchange(monkeypatch):
-    """As on a file system that cannot exchange two names, which no test has.
-
-    Promise 4: nothing of the user is lost there, either.
-    """
-    monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
-
-
 @NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, exchanges):
-    """A file takes the place of a sharded checkpoint whose folder also has files of the user."""
-    if not exchanges:
-        without_exchange(monkeypatch)
+def test_a_file_takes_the_place_of_a_sharded_checkpoint_without_other_files(tmp_path):
     path = tmp_path / "last.ckpt"
     write_sharded_checkpoint(path, {"epoch": 3})
-    (path / "notes").mkdir()
-    (path / "notes" / "notes.txt").write_text("a note")
-    with pytest.warns(UserWarning, match="had other files in its folder; they are in .*other-files-"):
-        write_checkpoint(path, {"epoch": 4})
+    write_checkpoint(path, {"epoch": 4})
     assert read_checkpoint(path) == {"epoch": 4}
-    (kept,) = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.txt")]
-    assert not any(part.startswith(".") or "last" in part for part in kept.parts)
-    assert len(list(tmp_path.rglob("*.*"))) == 2
-
-
-@NEEDS_SHARDS
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_folder_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch):
-    """Also if it is called NAME.new, the name of the new one where names cannot be exchanged."""
-    own, path = tmp_path / "last.ckpt.new", tmp_path / "last.ckpt"
-    shutil.copytree(users_folder, own)
-    without_exchange(monkeypatch)
-    write_sharded_checkpoint(path, {"epoch": 3})
+    path.unlink()
+    write_sharded_checkpoint(path, {"epoch": 5})
+    (path / "notes.txt").write_text("a note")
     with pytest.raises(OSError, match="cannot be written"):
-        write_checkpoint(path, {"epoch": 4})
-    assert read_checkpoint(path) == {"epoch": 3}
-    assert (own / "trip" / "private.txt").read_text() == "private, too"
+        write_checkpoint(path, {"epoch": 6})
+    assert (path / "notes.txt").read_text() == "a note"
 
 
 def test_an_honest_run_continues_as_before(tmp_path):
@@ -372,9 +346,9 @@ def test_another_folder(tmp_path, moved):
 
 
 def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
-    """Neither a link nor a file takes the place of a folder of the user, even if it has some checkpoint.json."""
+    """Neither a link nor a file takes the place of a folder of the user, even if it has some rest.pt."""
     photos = shutil.copytree(users_folder, tmp_path / "last.ckpt")
-    (photos / "checkpoint.json").write_text("{}")
+    (photos / "rest.pt").write_text("of another program")
     with pytest.raises(ValueError, match="save_last='link'"):
         run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
     with pytest.raises(OSError, match="cannot be written"):

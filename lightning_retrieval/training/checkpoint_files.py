@@ -27,7 +27,6 @@ from lightning_retrieval.checkpoints import (
     INSTANTIATORS,
     check_checkpoint,
     check_checkpoint_exists,
-    check_content,
     is_sharded_checkpoint,
     load_mapped,
     map_tensors,
@@ -37,7 +36,7 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state
-from lightning_retrieval.distributed import rank, together, world_size
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
@@ -242,7 +241,6 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
-    check_content(checkpoint)
     check_weights(checkpoint)
     rename_plainly_in(checkpoint)
     of_format = format_of(checkpoint)
@@ -349,13 +347,12 @@ class ShardedRunCheckpoints:
         path = Path(checkpoint_path)
         module = self.strategy.lightning_module
         with owned_by(type(module).__name__):
+            check_checkpoint_exists("ckpt_path", path)
+            check_checkpoint(path)
             if is_sharded_checkpoint(path):
                 checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
             else:
-                check_checkpoint_exists("ckpt_path", path)
-                check_checkpoint(path)
                 checkpoint = load_mapped(path, weights_only=weights_only)
-            check_content(checkpoint)
             if module._trainer is not None:
                 from lightning_retrieval.training.restored_states import keep_own_paths  # needs Lightning
 
@@ -371,8 +368,7 @@ class ShardedRunCheckpoints:
             return checkpoint
 
     def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
-        """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
-        together(lambda: check_checkpoint(path, slice(rank(), None, world_size())))
+        """The content of a sharded checkpoint; each process reads only its shards."""
         rest = read_rest(path, weights_only=weights_only)
         alike: dict[str, Any] = {
             f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()

@@ -5,7 +5,6 @@ is resumed after that epoch would keep them frozen, so a checkpoint lists the pa
 """
 
 from collections.abc import Collection, Mapping
-from functools import cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -27,7 +26,6 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.checkpoints import (
     check_checkpoint,
-    check_content,
     is_sharded_checkpoint,
     read_checkpoint,
     remove_sharded_checkpoint,
@@ -58,10 +56,9 @@ class VerifiedCheckpoints(CheckpointIO):
     """
 
     def __init__(self, checkpoint_io: CheckpointIO, trainer: Any = None) -> None:
-        self.checkpoint_io = checkpoint_io
+        self.checkpoint_io = _beside_target(checkpoint_io)
         self.trainer = trainer
         self._saved: set[str] = set()
-        _write_beside_target(checkpoint_io)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. A local file of Lightning's own `CheckpointIO` gets its name when it is complete."""
@@ -83,7 +80,6 @@ class VerifiedCheckpoints(CheckpointIO):
                 content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
             else:
                 content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
-            check_content(content)
             if self.trainer is not None:
                 content = keep_own_paths(self.trainer, content)
         return content
@@ -124,7 +120,7 @@ class VerifiedCheckpoints(CheckpointIO):
         return type(self.trainer.lightning_module).__name__
 
 
-class _BesideTarget(TorchCheckpointIO):
+class BesideTarget(TorchCheckpointIO):
     """Writes a local file beside its target, and leaves a remote address to Lightning.
 
     Lightning writes a local file to the folder for temporary files first. If that is on another file system, the target
@@ -132,6 +128,7 @@ class _BesideTarget(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. A local file gets its name when it is complete."""
         file_system, local = fsspec.core.url_to_fs(str(path))
         if storage_options is None and isinstance(file_system, LocalFileSystem):
             write_checkpoint(Path(local), checkpoint)
@@ -139,34 +136,13 @@ class _BesideTarget(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
-def _write_beside_target(checkpoint_io: CheckpointIO | None) -> None:
-    """Let Lightning's own `CheckpointIO`, or a subclass that calls its method, write a local file beside its target.
-
-    The `CheckpointIO` may be within another one, such as the async one.
-    """
-    while isinstance(checkpoint_io, _WrappingCheckpointIO):
-        checkpoint_io = checkpoint_io.checkpoint_io
-    if isinstance(checkpoint_io, TorchCheckpointIO) and not isinstance(checkpoint_io, _BesideTarget):
-        checkpoint_io.__class__ = _class_beside_target(type(checkpoint_io))
-
-
-@cache
-def _class_beside_target(cls: type[TorchCheckpointIO]) -> type[_BesideTarget]:
-    """A subclass of a class in which `super().save_checkpoint` is the method of `_BesideTarget`."""
-    if cls is TorchCheckpointIO:
-        return _BesideTarget
-
-    def reduce(self: Any, _: Any) -> tuple[Any, ...]:
-        """What pickle needs, which cannot find this class by its name."""
-        return _new_beside_target, (cls,), dict(self.__dict__)
-
-    return type(cls.__name__, (cls, _BesideTarget), {"__module__": cls.__module__, "__reduce_ex__": reduce})
-
-
-def _new_beside_target(cls: type[TorchCheckpointIO]) -> _BesideTarget:
-    """An object of `_class_beside_target`, before its attributes are set."""
-    new = _class_beside_target(cls)
-    return new.__new__(new)
+def _beside_target(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    """`BesideTarget` in place of Lightning's own `CheckpointIO`, also within another one, such as the async one."""
+    if type(checkpoint_io) is TorchCheckpointIO:
+        return BesideTarget()
+    if isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io._checkpoint_io = _beside_target(checkpoint_io.checkpoint_io)
+    return checkpoint_io
 
 
 class CheckpointedModule(pl.LightningModule):
@@ -335,7 +311,6 @@ def restored_module(
         rule = "a checkpoint must have the weights of a module, its `state_dict`"
         raise InvalidValue(rule, cls.__name__, got="none")
     with owned_by(cls.__name__):
-        check_content(checkpoint)
         module = module_of_checkpoint(cls, checkpoint, given)
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
