@@ -271,10 +271,12 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
     photos = folder / "photos.ckpt"
     shutil.copytree(users_folder, photos)
     (photos / "rest.pt").write_text("of another program")
-    for path in (photos, *(path_of(form, users_folder, folder) for form in FORMS)):
+    (folder / "notes.txt").write_text("a note")
+    for path in (photos, folder / "notes.txt", *(path_of(form, users_folder, folder) for form in FORMS)):
         with pytest.warns(UserWarning, match=NOT_DELETED):
             done.strategy.remove_checkpoint(path)
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
+    assert (folder / "notes.txt").read_text() == "a note"
     (folder / "linked.ckpt").symlink_to(saved)
     done.strategy.remove_checkpoint(folder / "linked.ckpt")
     assert saved.is_file()

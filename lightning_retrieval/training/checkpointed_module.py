@@ -39,7 +39,12 @@ from lightning_retrieval.loading import module_of_checkpoint, read_module_checkp
 from lightning_retrieval.models.sides import TwoSides
 from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
 from lightning_retrieval.training import checkpoint_files
-from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, keep_own_paths, local_path
+from lightning_retrieval.training.restored_states import (
+    is_checkpoint_of,
+    is_file_or_checkpoint,
+    keep_own_paths,
+    local_path,
+)
 
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 
@@ -99,13 +104,8 @@ class VerifiedCheckpoints(CheckpointIO):
 
     def _is_of_run(self, path: Any) -> bool:
         """Whether this run has saved to a path, or one of its callbacks saves to the folder of the path."""
-        if str(path) in self._saved:
-            return True
-        for callback in getattr(self.trainer, "callbacks", ()):
-            folder = getattr(callback, "dirpath", None)
-            if folder and is_within(path, folder):
-                return True
-        return False
+        callbacks = getattr(self.trainer, "callbacks", ())
+        return str(path) in self._saved or any(is_checkpoint_of(callback, path) for callback in callbacks)
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
@@ -120,7 +120,7 @@ class VerifiedCheckpoints(CheckpointIO):
         return type(self.trainer.lightning_module).__name__
 
 
-class BesideTarget(TorchCheckpointIO):
+class _BesideTarget(TorchCheckpointIO):
     """Writes a local file beside its target, and leaves a remote address to Lightning.
 
     Lightning writes a local file to the folder for temporary files first. If that is on another file system, the target
@@ -137,9 +137,9 @@ class BesideTarget(TorchCheckpointIO):
 
 
 def _beside_target(checkpoint_io: CheckpointIO) -> CheckpointIO:
-    """`BesideTarget` in place of Lightning's own `CheckpointIO`, also within another one, such as the async one."""
+    """`_BesideTarget` in place of Lightning's own `CheckpointIO`, also within another one, such as the async one."""
     if type(checkpoint_io) is TorchCheckpointIO:
-        return BesideTarget()
+        return _BesideTarget()
     if isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
         checkpoint_io._checkpoint_io = _beside_target(checkpoint_io.checkpoint_io)
     return checkpoint_io

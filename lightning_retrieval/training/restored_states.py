@@ -54,19 +54,26 @@ def _with_own_paths(callback: ModelCheckpoint, state: dict[str, Any]) -> dict[st
     """
     own = {**state, "dirpath": callback.dirpath}  # a subclass may restore the folder that it writes to
     named = [state.get("kth_best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ())]
-    foreign = [path for path in named if path and not is_within(path, callback.dirpath)]
+    foreign = [path for path in named if path and not is_checkpoint_of(callback, path)]
     if foreign:
         own |= {name: getattr(callback, name) for name in OF_FOLDER}
     best = state.get(BEST)
-    if best and not is_within(best, callback.dirpath) and not _is_local_checkpoint(best):
+    if best and not is_checkpoint_of(callback, best) and not _is_local_checkpoint(best):
         foreign.append(best)
         own[BEST] = ""
     if foreign:
         rank_zero_warn(
             f"{type(callback).__name__}: the checkpoint names files that are no checkpoints of this run, such as "
-            f"{foreign[0]!r}, because they are not in {callback.dirpath}; they are ignored."
+            f"{foreign[0]!r}: its own are in {callback.dirpath}; they are ignored."
         )
     return own
+
+
+def is_checkpoint_of(callback: Any, path: Any) -> bool:
+    """Whether a path is that of a checkpoint in the `dirpath` of a callback, judged by its name."""
+    folder = getattr(callback, "dirpath", None)
+    suffix = getattr(callback, "FILE_EXTENSION", ModelCheckpoint.FILE_EXTENSION)
+    return bool(folder) and str(path).endswith(suffix) and is_within(path, folder)
 
 
 def _is_local_checkpoint(path: Any) -> bool:
