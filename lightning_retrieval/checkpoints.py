@@ -45,8 +45,6 @@ from lightning_retrieval.first_checks import RULE_OF_CHECKPOINT, check_model_exi
 from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 
-ZIP_START = b"PK\x03\x04"
-LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
 # LightningCLI stores one of these names in the hyperparameters.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
@@ -105,7 +103,7 @@ def checksums_of(checkpoint: Path) -> dict[str, int]:
 
 
 def find_damage(checkpoint: Any) -> str | None:
-    """A description of the damage of a checkpoint; None if it is intact, has no checksums, or does not exist.
+    """A description of the damage of a checkpoint; None if it is intact, or does not exist.
 
     Args:
         checkpoint: a path, or a stream.
@@ -128,8 +126,6 @@ def find_damage(checkpoint: Any) -> str | None:
 
 def _damage_of_file(stream: Any) -> str | None:
     """A description of the damage of a file that `torch.save` wrote; None if it is intact."""
-    if stream.read(len(LEGACY_START)) == LEGACY_START:
-        return None
     try:
         with zipfile.ZipFile(stream) as archive:
             record = archive.testzip()
@@ -321,7 +317,7 @@ def is_of_another_program(content: Any) -> bool:
 
 
 def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
-    """The content of a file that `torch.save` wrote, mapped into memory unless it is of before torch 1.6.
+    """The content of a file that `torch.save` wrote, mapped into memory.
 
     On Windows, it is read into memory: a file that is mapped could not be replaced by the next checkpoint.
 
@@ -330,9 +326,7 @@ def load_mapped(file: Path, map_location: Any = "cpu", weights_only: bool | None
         map_location: as for `torch.load`.
         weights_only: as for `torch.load`.
     """
-    with file.open("rb") as stream:
-        is_archive = stream.read(len(ZIP_START)) == ZIP_START
-    return torch.load(file, map_location=map_location, mmap=is_archive and POSIX, weights_only=weights_only)
+    return torch.load(file, map_location=map_location, mmap=POSIX, weights_only=weights_only)
 
 
 def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Tensor], *, alone: bool = False) -> Any:
@@ -383,8 +377,8 @@ def read_shards(checkpoint: Any, rest: Any, allocate: Callable[[str, Tensor], Te
 def check_checkpoint(checkpoint: Any) -> None:
     """Raise if a checkpoint is damaged.
 
-    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, files from
-    before torch 1.6 and shards, which have no checksums.
+    This function does not check paths that do not exist, remote addresses, streams that cannot be rewound, and shards,
+    which have no checksums.
 
     Args:
         checkpoint: a path, or a stream.

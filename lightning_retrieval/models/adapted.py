@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
 from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
-from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
+from lightning_retrieval.compiled import plain_state, without_wrappers
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
@@ -77,7 +77,6 @@ class AdaptedEmbedder(nn.Module):
         owner = type(self).__name__
         embedder = without_wrappers(embedder)
         check_instance("embedder", embedder, nn.Module, owner=owner)
-        keep_plain_names(self)
         self.from_dim = checked(self, from_dim=from_dim)
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
         self.hidden_dim = checked(self, hidden_dim=hidden_dim)
@@ -167,7 +166,6 @@ class FrozenEmbedder(nn.Module):
                 preparation = recorded
         embedder = without_wrappers(embedder)
         check_instance("embedder", embedder, nn.Module, owner="FrozenEmbedder")
-        keep_plain_names(self)
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
         if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
             embedder = embedder.embedder

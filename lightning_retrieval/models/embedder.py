@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, short_repr
-from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
@@ -176,7 +176,6 @@ class Embedder(PretrainedModule):
         self._recorded: list[Tensor] | None = None  # the pooled features of the calls in `recorded_features`
         self._given: Iterator[Tensor] | None = None  # the pooled features of the calls in `without_head`
         self.head = self._new_head()
-        keep_plain_names(self)
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
-from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -175,7 +174,6 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-        keep_plain_names(self)
         parts: tuple[nn.Module, ...] = (self, self.backbone)
         for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)

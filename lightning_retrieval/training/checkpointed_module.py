@@ -31,8 +31,7 @@ from lightning_retrieval.checkpoints import (
     remove_sharded_checkpoint,
     write_checkpoint,
 )
-from lightning_retrieval.checks import check_flag
-from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
@@ -156,7 +155,6 @@ class CheckpointedModule(pl.LightningModule):
     def __init__(self) -> None:
         warn_of_other_package()
         super().__init__()
-        keep_plain_names(self)
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Save the arguments of a constructor as hyperparameters, in the form of plain values.
@@ -224,11 +222,9 @@ class CheckpointedModule(pl.LightningModule):
             FileNotFoundError: if there is no file at a path.
             ValueError: if the path is a folder, the file is damaged, the file names a class or a setting that a file
                 may not name, or an object must be passed again.
-            TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
-                a device, or the checkpoint describes an object of the wrong kind for an argument.
+            TypeError: if the checkpoint describes an object of the wrong kind for an argument.
         """
         with owned_by(cls.__name__):
-            check_flag("strict", strict)
             checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 
@@ -238,8 +234,6 @@ class CheckpointedModule(pl.LightningModule):
 
         Lightning would convert it after the weights are loaded.
         """
-        checkpoint_files.check_weights(checkpoint)
-        without_wrappers(self)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
@@ -250,6 +244,8 @@ class CheckpointedModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
         checkpoint[FORMAT_KEY] = FORMAT
+        without_wrappers(self)
+        checkpoint_files.rename_plainly_in(checkpoint)
         checkpoint_files.remove_base_weights(self, checkpoint)
         if _has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
