@@ -290,9 +290,10 @@ def test_each_process_writes_its_shards_only(ranks, folder):
 
 
 @pytest.mark.refusal
-def test_a_missing_shard_is_damage(ranks, folder, tmp_path):
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_missing_shard_is_damage(ranks, folder, tmp_path, shard):
     shutil.copytree(folder / "shards", tmp_path / "damaged")
-    next((tmp_path / "damaged").glob("*.safetensors")).unlink()
+    next((tmp_path / "damaged").glob(f"shard-0000{shard}-*")).unlink()
     with pytest.raises(ValueError, match="damaged is damaged"):
         RetrievalModule.load_from_checkpoint(tmp_path / "damaged", embedder=Net(), loss=LearnedTau())
 
