@@ -320,22 +320,6 @@ class ShardedParts:
             for part in self.parts:
                 part.set_requires_gradient_sync(False, recurse=False)
 
-    def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The least number of chunks that every process must embed.
-
-        If the network is sharded, the processes gather parameters together, so the result is the largest number of
-        chunks of all processes. Otherwise, the result is 1.
-
-        Args:
-            chunks: number of chunks that this process needs.
-            device: device of this process.
-        """
-        if not self.parts or world_size() == 1:
-            return 1
-        most = torch.tensor(chunks, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
 
 def check_placements(parameters: Sequence[Any]) -> None:
     """Raise unless each parameter that is sharded is held by all processes: once, or once by each group of them.

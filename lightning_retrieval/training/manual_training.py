@@ -11,15 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.backend import (
     DDPStrategy,
     ModelParallelStrategy,
     TrainerFn,
     pl,
-    rank_zero_info,
-    rank_zero_warn,
     to_uncompiled,
 )
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
@@ -30,7 +28,6 @@ from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
-from lightning_retrieval.training.loader_wait import LoaderWait
 from lightning_retrieval.training.optimizers import (
     GradientWatch,
     Updates,
@@ -250,8 +247,6 @@ class ManualTraining(OptimizedModule):
         self.automatic_optimization = False
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
-        self._loader_wait = LoaderWait()
-        self._first_epoch = 0  # of the run
         self._logged_terms: set[str] = set()  # names of the values that the last step has logged
         self._monitors: dict[int, str] = {}  # the metrics that `configure_optimizers` names, by id of the scheduler
 
@@ -377,20 +372,17 @@ class ManualTraining(OptimizedModule):
 
     @owned
     def on_train_start(self) -> None:
-        """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation.
+        """Raise if weights are missing, a loader cannot be used, or a plateau gets no validation.
 
         Warn of parameters of 16 bits.
         """
         super().on_train_start()
-        self._first_epoch = self.current_epoch
         check_filled(self)
         warn_of_half_parameters(self)
         trainer: Any = self.trainer
         check_draws_images(trainer)
         check_optimizer_states(trainer.optimizers)
         check_links(trainer.callbacks)
-        for config in trainer.lr_scheduler_configs:
-            check_scheduler_length(trainer, config)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")
@@ -404,28 +396,14 @@ class ManualTraining(OptimizedModule):
                 )
 
     def on_train_epoch_start(self) -> None:
-        """Exclude the time between epochs from the throughput and from the time of waiting for images."""
+        """Exclude the time between epochs from the throughput."""
         self._throughput.restart()
-        self._loader_wait.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the optimizers, and copy the buffers of rank 0 to all ranks."""
-        self._loader_wait.begin(self.device)
         super().on_train_batch_start(batch, batch_idx)
         copy_buffers_of_first_process(self.trainer)
         _count_begun_epoch(self.trainer)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the part of the epoch's time in which the network waited for images: once, and when loggers write.
-
-        Then begin to measure for how long it waits for the next images.
-        """
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        wait, connector = self._loader_wait, self.trainer._logger_connector
-        if wait.fraction is not None and (not wait.is_logged or connector.should_update_logs):
-            wait.is_logged = True
-            self.log("train/loader_wait", torch.tensor(wait.fraction))
-        wait.end(self.device)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
@@ -444,7 +422,6 @@ class ManualTraining(OptimizedModule):
         check_filled(self)
         copy_buffers_of_first_process(self.trainer)
         self._throughput.restart()
-        self._loader_wait.pause()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             log_settings(self.trainer, {})
 
@@ -460,14 +437,7 @@ class ManualTraining(OptimizedModule):
             self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
-        """Say after the first epoch of a run how long it waited for images; step `ReduceLROnPlateau` schedulers.
-
-        They are stepped here in a run without validation only.
-        """
-        if self.current_epoch == self._first_epoch:
-            line = self._loader_wait.line(self.trainer.train_dataloader)
-            if line is not None:
-                rank_zero_info(f"{type(self).__name__}: {line}")
+        """Step the `ReduceLROnPlateau` schedulers of a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 
@@ -548,49 +518,6 @@ def fraction_of_run(trainer: Any) -> float:
     if steps <= 0:
         return 0.0
     return float(min(trainer.global_step / steps, 1.0))
-
-
-def check_scheduler_length(trainer: Any, config: Any) -> None:
-    """Compare the length of a learning-rate scheduler with what is left of a run, which may have been resumed.
-
-    Args:
-        trainer: a `pytorch_lightning.Trainer` in a run.
-        config: the scheduler with its interval and frequency, as in `trainer.lr_scheduler_configs`.
-
-    Raises:
-        ValueError: if the scheduler is a `OneCycleLR` that would raise in the middle of the run. A `CosineAnnealingLR`
-            of a resumed run whose rate would rise again causes a warning.
-    """
-    scheduler, left = config.scheduler, _scheduler_steps_left(trainer, config)
-    if left is None:
-        return
-    name, last = type(scheduler).__name__, scheduler.last_epoch + left
-    if isinstance(scheduler, OneCycleLR) and last > scheduler.total_steps:
-        raise InvalidValue(
-            "must last until the run ends",
-            argument="lr_scheduler",
-            got=f"{name} with total_steps={scheduler.total_steps} for {last} steps",
-            cure="a resumed run has the total_steps of its checkpoint, so end it there, or begin a new run with "
-            "the weights of the checkpoint",
-        )
-    is_resumed = trainer.global_step > 0
-    if isinstance(scheduler, CosineAnnealingLR) and is_resumed and last > scheduler.T_max:
-        rank_zero_warn(
-            f"{type(trainer.lightning_module).__name__}: the learning rate rises again, because this run goes on to "
-            f"step {last} of {name}, which has T_max={scheduler.T_max} in the checkpoint; end the run there, or begin "
-            "a new run with the weights of the checkpoint."
-        )
-
-
-def _scheduler_steps_left(trainer: Any, config: Any) -> int | None:
-    """How often a scheduler is stepped until a run ends; None if this is unknown."""
-    left: float = (steps_of_run(trainer) - trainer.global_step) / max(len(trainer.optimizers), 1)
-    if config.interval == "epoch":
-        left /= trainer.num_training_batches
-    is_known = math.isfinite(left) and config.frequency == 1 and hasattr(config.scheduler, "last_epoch")
-    if not is_known or isinstance(config.scheduler, ReduceLROnPlateau):
-        return None
-    return math.floor(left)
 
 
 def _count_begun_epoch(trainer: Any) -> None:

@@ -44,10 +44,10 @@ from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
+from lightning_retrieval.training.batch import GlobalRows
 from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
 from lightning_retrieval.training.optimizers import trained_parameters
 from lightning_retrieval.training.sides import chunk_size_of
-from lightning_retrieval.training.step import GlobalRows
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
