@@ -222,15 +222,17 @@ class GlobalBatch:
             self.module.memory.update(self.embeddings[-1], rows.labels, rows.ids)
 
 
-def gather_labels(sides: Sequence[Rows], *, gather: bool = True) -> list[GlobalRows]:
+def gather_labels(sides: Sequence[Rows], *, gather: bool = True, equal: bool = False) -> list[GlobalRows]:
     """Gather the labels and ids of all processes, which may have different numbers of rows, for each side of a batch.
 
     Args:
         sides: the rows of this process.
-        gather: False returns the rows of this process only.
+        gather: False returns the rows of this process only, and the processes must have equally many.
+        equal: whether the processes must have equally many rows, because they embed each chunk of a sharded network
+            together.
 
     Raises:
-        ValueError: if a process has no rows or, with `gather=False`, if the processes differ in their number of rows.
+        ValueError: on all processes, if one of them has no rows, or if they must have equally many and have not.
     """
     sides = [Rows(as_int64("labels", rows.labels), as_int64("ids", rows.ids)) for rows in sides]
     of_processes = [list(map(len, sides))]
@@ -241,10 +243,10 @@ def gather_labels(sides: Sequence[Rows], *, gather: bool = True) -> list[GlobalR
         rule = "each process needs at least one row of each side of a batch"
         got = f"{of_processes} rows in rank order"
         raise InvalidValue(rule, got=got, cure="use larger batches, or fewer processes")
-    if not gather and of_processes != of_processes[:1] * world_size():
-        rule = "with gather=False the loss is the mean of the processes' losses, which needs batches of equal size"
+    if (equal or not gather) and of_processes != of_processes[:1] * world_size():
+        rule = "with a sharded network or gather=False, all processes must have equally many rows"
         got = f"{of_processes} rows in rank order"
-        raise InvalidValue(rule, got=got, cure="keep gather=True, or drop the uneven batch")
+        raise InvalidValue(rule, got=got, cure="drop the uneven batch, or use batches that their number divides")
     gathered = []
     for rows, counts in zip(sides, zip(*of_processes)):
         if gather and world_size() > 1:

@@ -295,19 +295,19 @@ class ManualTraining(OptimizedModule):
         """Step each `ReduceLROnPlateau` that is due with its metric; raise if the metric was not logged."""
         trainer = self.trainer
         for config in trainer.lr_scheduler_configs:
-            if not isinstance(config.scheduler, ReduceLROnPlateau):
-                continue
-            name, monitor = "lr_scheduler_monitor", self.lr_scheduler_monitor
-            if id(config.scheduler) in self._monitors:
-                name, monitor = "monitor", self._monitors[id(config.scheduler)]
             epoch_is_due = trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
-            if not epoch_is_due and config.interval != "step":
+            is_due = epoch_is_due or config.interval == "step"
+            if not is_due or not isinstance(config.scheduler, ReduceLROnPlateau):
                 continue
+            monitor = self._monitors.get(id(config.scheduler), self.lr_scheduler_monitor)
             value = trainer.callback_metrics.get(monitor)
             if value is None:
-                rule = f"ReduceLROnPlateau needs `{name}`"
-                cure = f"logged are {sorted(trainer.callback_metrics)}"
-                raise InvalidValue(rule, type(self).__name__, got=f"{monitor!r}, which was not logged", cure=cure)
+                raise InvalidValue(
+                    f"ReduceLROnPlateau needs the metric {monitor!r}, which `lr_scheduler_monitor` or the `monitor` of "
+                    "configure_optimizers names",
+                    type(self).__name__,
+                    got=f"none of this name; logged are {sorted(trainer.callback_metrics)}",
+                )
             self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
 from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.batch import GATHER_DTYPES, GatherDtype, GlobalBatch, GlobalRows, gather_labels
 from lightning_retrieval.training.chunk_size import ChunkSizeSearch, check_chunk_size
-from lightning_retrieval.training.chunked import Context, Embed, sides_backward
+from lightning_retrieval.training.chunked import Embed, sides_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -183,6 +183,7 @@ class RetrievalModule(ManualTraining):
             self._set_frozen_backbones()
             self._fraction = 0.0  # fraction of the training that is done
             self.seed = check_integer("seed", seed_or_default(seed), least=0, most=None)
+        self._sharded: ShardedParts | None = None  # the modules that are sharded over the processes of the run
         self.chunk_size_searches: dict[Side, ChunkSizeSearch] = {side: ChunkSizeSearch() for side in SIDES}
 
     def _set_query_embedder(self) -> None:
@@ -338,6 +339,7 @@ class RetrievalModule(ManualTraining):
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
         report_resumed_phase(self, self._fraction, fraction_of_run(self.trainer))
+        self._sharded = ShardedParts(self) if sharded_modules(self) else None
         self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
@@ -361,18 +363,17 @@ class RetrievalModule(ManualTraining):
             The loss of the global batch, without a graph, on the CPU.
         """
         batches, unpacked = unpack_sides(self, batch)
-        if self._is_first_step:
-            self._sharded = ShardedParts(self)
         rows = self._rows_of_processes(batches, unpacked)
         if self._is_first_step:
-            check_processes(self)
-            check_first_batch(self, [labels for _, labels, _ in unpacked], rows)
-        self._sharded.reshard()
+            self._begin_first_step(unpacked, rows)
+        if self._sharded is not None:
+            self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
         ranked = GlobalBatch(self, rows, self._advance_fraction())
         gradients = GradientSum(self.parameters(), self.loss.parameters(), self._sharded)
-        sides = self._embedded_sides(unpacked)
+        embedders: list[Embed] = [self.forward_queries, self]
+        sides = [(embed, inputs) for embed, (inputs, _, _) in zip(embedders[-len(rows) :], unpacked)]
         with step_random_state(self.seed, ranked.step, rank()), frozen_in_evaluation_mode(self):
             chunk_sizes, keep_graphs = chunking(self, sides)
             part = sides_backward(
@@ -381,12 +382,10 @@ class RetrievalModule(ManualTraining):
                 chunk_sizes,
                 keep_graphs,
                 backward=self.manual_backward,
-                last_backward=self._last_backward(sides, gradients),
+                last_backward=[gradients.overlapped, self._candidates_summed][: len(sides)],
             )
         if self._is_first_step:
-            report_first_step(self, ranked, chunk_sizes, batches)
-            record_preparation(self)
-            self._is_first_step = False
+            self._finish_first_step(ranked, chunk_sizes, batches)
         logged = ranked.logged(gradients.finish(ranked.parts(part)))
         stepped = self._step_optimizers()
         ranked.remember()
@@ -406,29 +405,24 @@ class RetrievalModule(ManualTraining):
             if self.relevance is not None:
                 labels = self.relevance.columns(labels, batch)
             sides.append(Rows(labels, ids))
-        rows = gather_labels(sides, gather=self.gather is not False)
-        counts = [list(of_side.counts) for of_side in rows]
-        if self._sharded.parts and any(min(of_side) < max(of_side) for of_side in counts):
-            raise InvalidValue(
-                "with a sharded network all processes must have equally many rows, because they embed each chunk "
-                "together",
-                got=f"{counts} rows in rank order",
-                cure="use batches that the number of processes divides, and drop the last one if it is smaller",
-            )
-        return rows
+        return gather_labels(sides, gather=self.gather is not False, equal=self._sharded is not None)
 
-    def _embedded_sides(self, unpacked: Sequence[Unpacked]) -> list[tuple[Embed, Tensor]]:
-        """The function that embeds each side of a batch, and its inputs."""
-        embedders: list[Embed] = [self.forward_queries, self]
-        return [(embed, inputs) for embed, (inputs, _, _) in zip(embedders[-len(unpacked) :], unpacked)]
+    def _begin_first_step(self, unpacked: Sequence[Unpacked], rows: Sequence[GlobalRows]) -> None:
+        """Check the settings and the rows of several processes."""
+        check_processes(self)
+        check_first_batch(self, [labels for _, labels, _ in unpacked], rows)
 
-    def _last_backward(self, sides: Sequence[Any], gradients: GradientSum) -> list[Context]:
-        """The context of the last backward pass of each side. The candidates are back-propagated before the queries."""
-        if len(sides) == 1:
-            return [gradients.overlapped]
-        if self.query_embedder is None:
-            return [gradients.overlapped, nullcontext]
-        return [gradients.overlapped, self._sharded.summed]
+    def _finish_first_step(self, ranked: GlobalBatch, chunk_sizes: Sequence[int], batches: Sequence[Any]) -> None:
+        """Report on the first step of a run, and record how its images were prepared."""
+        report_first_step(self, ranked, chunk_sizes, batches)
+        record_preparation(self)
+        self._is_first_step = False
+
+    def _candidates_summed(self) -> AbstractContextManager[None]:
+        """Context of the last backward pass of candidates, whose gradients are complete before those of queries."""
+        if self._sharded is None or self.query_embedder is None:
+            return nullcontext()
+        return self._sharded.summed()
 
     def _advance_fraction(self) -> float:
         """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""
