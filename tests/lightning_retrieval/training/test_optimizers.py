@@ -434,7 +434,7 @@ def test_gradients_of_a_fused_optimizer_are_clipped(precision):
     before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     fit(module, [(images.float(), labels) for images, labels in batches(1)], precision=precision)
     change = nn.utils.parameters_to_vector(module.parameters()) - before
-    assert float(change.norm()) == pytest.approx(1e-3, rel=1e-3)
+    assert change.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def sliced():
