@@ -264,8 +264,7 @@ def match_states(optimizer: Optimizer) -> None:
                     got = f"{tuple(value.shape)} for {tuple(parameter.shape)}"
                     raise InvalidValue(rule, got=got, cure="take another checkpoint")
                 if has_fused_loop and name == "step":
-                    device = parameter.device if counts_on_device else torch.device("cpu")
-                    state[name] = value.to(device, torch.float32)
+                    state[name] = value.to(parameter.device, torch.float32) if counts_on_device else value.cpu()
                 elif value.shape == parameter.shape:
                     state[name] = _in_order_of(parameter, value)
 
