@@ -29,13 +29,12 @@ from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import (
-    GradientWatch,
     Updates,
     check_optimized,
     make_optimizer,
-    match_memory_orders,
+    match_states,
 )
-from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
+from lightning_retrieval.training.restored_states import check_links
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
 from lightning_retrieval.training.trainer_checks import (
@@ -54,16 +53,14 @@ class OptimizedModule(CheckpointedModule):
     """A module with one optimizer over its trainable parameters and an optional learning-rate scheduler.
 
     At the first step of each epoch, the module raises if a parameter requires a gradient but is in no optimizer. Each
-    epoch is checked because callbacks may unfreeze layers between epochs. In the first steps of a run, the module
-    warns of parameters without a gradient.
+    epoch is checked because callbacks may unfreeze layers between epochs.
     """
 
     _epoch_of_check: int | None = None  # epoch in which the optimizers were last checked
-    _gradient_watch: GradientWatch  # looks for parameters without a gradient in this run
 
     def _set_optimizer(
         self,
-        optimizer: Callable[[Iterable[Any]], Optimizer],
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None,
         *,
         interval: Literal["epoch", "step"],
@@ -73,13 +70,15 @@ class OptimizedModule(CheckpointedModule):
         """Check these arguments of the constructor and store them as attributes.
 
         Args:
-            optimizer: called with the parameter groups.
+            optimizer: called with the parameter groups; None for the default optimizer.
             lr_scheduler: called with the optimizer, or None.
             interval: the argument `lr_scheduler_interval`.
             frequency: the argument `lr_scheduler_frequency`.
             monitor: the argument `lr_scheduler_monitor`.
         """
-        self.optimizer = rebuild_factory("optimizer", optimizer, (Optimizer,))
+        self.optimizer = optimizer
+        if optimizer is not None:
+            self.optimizer = rebuild_factory("optimizer", optimizer, (Optimizer,))
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
@@ -96,9 +95,8 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        # Lightning does not unscale the gradients of a fused optimizer, so that clipping would see scaled ones.
         has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
+        optimizer, factors = make_optimizer(self, self.optimizer, has_scaler=has_scaler, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
@@ -112,28 +110,21 @@ class OptimizedModule(CheckpointedModule):
     def configure_callbacks(self) -> Any:
         """Reset the state of an earlier run."""
         self._epoch_of_check = None
-        self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
 
+    @owned
     def on_train_start(self) -> None:
-        """Raise if all of several processes would draw the same batches."""
+        """Raise if all of several processes would draw the same batches; adapt the loaded states of the optimizers."""
         check_samplers(self.trainer)
+        if keeps_parameters(self.trainer.strategy):
+            for optimizer in self.trainer.optimizers:
+                match_states(optimizer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
         if self._epoch_of_check != self.current_epoch and keeps_parameters(self.trainer.strategy):
             check_optimized(self, self.trainer.optimizers)
             self._epoch_of_check = self.current_epoch
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Prepare a fused step, and look for parameters without a gradient in the first steps of a run."""
-        match_memory_orders(optimizer)
-        if optimizer is self.trainer.optimizers[0]:
-            self._gradient_watch.see(self)
-
-    def on_train_end(self) -> None:
-        """Warn of parameters without a gradient if the run had only a few steps."""
-        self._gradient_watch.report(self)
 
 
 class Throughput:
@@ -381,7 +372,6 @@ class ManualTraining(OptimizedModule):
         warn_of_half_parameters(self)
         trainer: Any = self.trainer
         check_draws_images(trainer)
-        check_optimizer_states(trainer.optimizers)
         check_links(trainer.callbacks)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
@@ -407,7 +397,6 @@ class ManualTraining(OptimizedModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
-        super().on_before_optimizer_step(optimizer)
         limit, algorithm = self.updates.gradient_clip_val, self.updates.gradient_clip_algorithm
         if limit is None:
             return

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -86,12 +85,13 @@ class RetrievalModule(ManualTraining):
             More such chunks take less time and more memory; gradients do not change. For batches with two sides, the
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
-            `functools.partial(torch.optim.SGD, lr=0.1)`. Adam, AdamW and SGD of torch get `fused=True`, an update of
-            all parameters in one loop, if neither `fused` nor `foreach` is given, but not for parameters of 16 bits,
-            with the precision 16-mixed, or for a sharded network.
-        lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
-            are those of parameters without a factor. A scheduler with an end needs the number of steps as an argument,
-            such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
+            `functools.partial(torch.optim.SGD, lr=0.1, fused=True)`. None means `torch.optim.AdamW`, with `fused=True`,
+            an update of all parameters in one loop, unless parameters are of 16 bits, sharded or on a device without
+            such a loop, gradients are sparse, or the precision is 16-mixed.
+        lr_scheduler: class or function that is called with the optimizer, or None. It must keep the factors between the
+            learning rates of the groups, so that rates of its own, such as `max_lr`, are a list with one for each group
+            if there are factors. A scheduler with an end needs the number of steps as an argument, such as
+            `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
@@ -137,7 +137,7 @@ class RetrievalModule(ManualTraining):
         *,
         chunk_size: int | Literal["auto"] | dict[str, int | Literal["auto"] | None] | None = None,
         keep_graphs: int = 1,
-        optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_frequency: int = 1,
@@ -292,9 +292,7 @@ class RetrievalModule(ManualTraining):
         `interval` and `frequency`. `ReduceLROnPlateau` monitors the metric with the key `monitor`, and
         `lr_scheduler_monitor` if there is no such key.
         """
-        head = getattr(self.embedder, "head", None)
         return self._make_optimizer(
-            head=head,
             head_lr_factor=self.updates.head_lr_factor,
             layer_decay=self.updates.layer_decay,
             query_embedder=self.query_embedder,

@@ -3,7 +3,6 @@
 import math
 
 import torch
-import transformers
 from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_metric_learning.losses import NCALoss
 from torch import nn
@@ -197,7 +196,6 @@ TABLE = {
         (lambda: module(updates=Updates(freeze_backbone_epochs=1)), InvalidValue, "freeze_backbone_epochs"),
         (lambda: optimizers_of(updates=FACTORS, lr_scheduler=OneRate), InvalidValue, "lr_scheduler"),
         (lambda: optimizers_of(updates=FACTORS, optimizer=one_group), InvalidValue, "optimizer"),
-        (lambda: optimizers_of(updates=FACTORS, optimizer=transformers.Adafactor), InvalidValue, "optimizer"),
         (lambda: loaded_again(nn.Sequential(nn.Linear(3, 2))), InvalidValue, "embedder", "Sequential"),
     ],
     "SmoothAPLoss": [
