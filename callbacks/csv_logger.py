@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import (
     CSVLogger,
     ExperimentWriter,
@@ -106,7 +105,6 @@ class ResumableCSVLogger(CSVLogger):
         path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
-        checked(self, prefix=prefix)
         super().__init__(path.parent, name="", version=path.name, prefix=prefix, flush_logs_every_n_steps=1)
 
     @property

@@ -292,7 +292,7 @@ class TrainingCurve(Callback):
     """
 
     def __init__(self, metric: str = "val/mAP") -> None:
-        self.metric = checked(self, metric=metric)
+        self.metric = metric
         self.points: list[list[float]] = []  # (step, metric)
         self.losses: list[list[float]] = []  # (step, loss)
 

@@ -32,7 +32,6 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     set_prefixes,
     what_is_lost,
 )
-from lightning_retrieval.checks import check_bool
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
@@ -263,7 +262,7 @@ class RetrievalEvaluation(Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
-        self.before_fit = check_bool("before_fit", before_fit, owner="RetrievalEvaluation")
+        self.before_fit = before_fit
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
                 DEFAULT_KS if ks is None else ks,

@@ -237,8 +237,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.seed = seed_or_default(checked(self, seed=seed))
         with owned_by(type(self).__name__):
             self.sampler = check_sampler(sampler)
-        self.pin_memory = checked(self, pin_memory=pin_memory)
-        self.persistent_workers = checked(self, persistent_workers=persistent_workers)
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers
         if self.persistent_workers and not self.num_workers:
             rule = "needs workers"
             raise InvalidValue(

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lightning_retrieval.checks import check_mapping, check_strings, first_line
+from lightning_retrieval.checks import check_strings, first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.item_seeds import all_different
@@ -71,7 +71,6 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_mapping("splits", self.splits, owner="DataReport")
         for name in ("missing_files", "problems", "unreadable_files", "notes"):
             check_strings(name, getattr(self, name), owner="DataReport")
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings, short_repr
+from lightning_retrieval.checks import check_finite_number, check_strings, short_repr
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines
 from lightning_retrieval.files import leaves_root, new_file
@@ -57,7 +57,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     array = as_array(name, values)
     is_empty = array.size == 0
     is_integer = np.issubdtype(array.dtype, np.integer)
-    if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
+    if not is_empty and not (is_integer and array.max() <= np.iinfo(np.int64).max):
         raise InvalidType("must be integers of 64 bits", argument=name, got=array.dtype)
     return array.astype(np.int64, copy=False)
 

@@ -223,11 +223,11 @@ class ImageDataModule(RetrievalDataModule):
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
-        self.reduced_scale = checked(self, reduced_scale=reduced_scale)
+        self.reduced_scale = reduced_scale
         self.fill = fill
         self._run_preparation = self._prepare_run(train_transform, eval_transform)
         self.on_error = checked(self, on_error=on_error)
-        self.load_truncated = checked(self, load_truncated=load_truncated)
+        self.load_truncated = load_truncated
         self.val_fraction = checked(self, val_fraction=val_fraction)
         if not 0 <= val_fraction < 1:
             raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)

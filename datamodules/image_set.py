@@ -16,8 +16,6 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import (
-    check_callable,
-    check_instance,
     check_path,
     check_tensor,
     first_of,
@@ -94,13 +92,12 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
-        check_instance("index", index, ImageIndex, owner="ImageSet")
         self.index = index
         self.root = check_path("root", root, owner="ImageSet")
-        self.transform = check_callable("transform", transform, owner="ImageSet")
+        self.transform = transform
         self.on_error = checked(self, on_error=on_error)
-        self.load_truncated = checked(self, load_truncated=load_truncated)
-        self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
+        self.load_truncated = load_truncated
+        self.boxes_before_rotation = boxes_before_rotation
         self._gives_uint8 = False
         self._found_generators: tuple[Any, list[Any]] = (None, [])  # those of a transform
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory

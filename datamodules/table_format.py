@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from lightning_retrieval.checks import check_string, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.first_checks import names_in_text
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.decoding import image_suffixes
@@ -61,7 +61,7 @@ class TableFormat:
                 is not one character that can separate fields.
             TypeError: if an argument has the wrong type.
         """
-        separator = check_string("delimiter", delimiter)
+        separator = delimiter
         if separator in TABS:
             separator = "\t"
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -62,7 +61,7 @@ class CUB200(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.boxes = checked(self, boxes=boxes)
+        self.boxes = boxes
 
     @owned
     def sources(self) -> list[Path]:

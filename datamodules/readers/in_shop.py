@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
@@ -86,8 +85,8 @@ class InShop(ImageDataModule):
         self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Unpack[ImageSettings]
     ) -> None:
         super().__init__(root, **settings)
-        self.boxes = checked(self, boxes=boxes)
-        self.high_res = checked(self, high_res=high_res)
+        self.boxes = boxes
+        self.high_res = high_res
         if boxes and high_res:
             raise InvalidValue(
                 "`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 "

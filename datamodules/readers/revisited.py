@@ -247,7 +247,7 @@ class _Revisited(ImageDataModule):
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
-        self.crop_queries = checked(self, crop_queries=crop_queries)
+        self.crop_queries = crop_queries
         self.image_size = self.longer_side = checked(self, image_size=image_size)
 
     @property

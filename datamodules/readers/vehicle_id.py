@@ -114,7 +114,7 @@ class VehicleID(ImageDataModule):
         with owned_by(type(self).__name__):
             self.sizes = _check_sizes(sizes)
         self.protocol = checked(self, protocol=protocol)
-        self.select_by_vid = checked(self, select_by_vid=select_by_vid)
+        self.select_by_vid = select_by_vid
 
     @owned
     def sources(self) -> list[Path]:

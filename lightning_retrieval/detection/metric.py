@@ -20,8 +20,6 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import (
     check_finite,
     check_integers,
-    check_mapping,
-    check_sequence,
     check_tensor,
     short_repr,
 )
@@ -85,8 +83,6 @@ class DetectionMetric(Metric):
             targets: for each image, `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`,
                 and `difficult` and `iscrowd` (objects,): objects for which one of them is true are ignored.
         """
-        check_sequence("detections", detections)
-        check_sequence("targets", targets)
         if len(detections) != len(targets):
             rule = "must be one for each target"
             raise InvalidValue(rule, argument="detections", got=f"{len(detections)} for {len(targets)} in `targets`")
@@ -169,7 +165,6 @@ class DetectionMetric(Metric):
 def _boxes_and_labels(name: str, given: Any, classes: int) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
     """The boxes and labels of one image; raises if they are invalid."""
     keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
-    check_mapping(name, given)
     for key in keys:
         if key not in given:
             rule = f"must have the keys {', '.join(keys)} for each image"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
-from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
+from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
@@ -69,7 +69,6 @@ class NestedLoss(BatchLoss):
     ) -> None:
         super().__init__()
         with owned_by(type(self).__name__):
-            check_instance("loss", loss, nn.Module)
             self.dims = check_dims(dims)
             self.weights: tuple[float, ...] | None = None
             if weights is not None:
@@ -129,7 +128,6 @@ class NestedLoss(BatchLoss):
 
 
 def _checked_weights(weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
-    check_sequence("weights", weights)
     if len(weights) != len(dims):
         rule = f"must hold one weight for each of the {len(dims)} dims"
         raise InvalidValue(rule, argument="weights", got=short_repr(weights))
@@ -267,7 +265,7 @@ class Ramp(Schedule):
         end: Fraction = 1.0,
         geometric: bool = False,
     ) -> None:
-        self.geometric = checked(self, geometric=geometric)
+        self.geometric = geometric
         self.first = checked(self, first=first)
         self.last = checked(self, last=last)
         if geometric:
@@ -349,7 +347,7 @@ class WeightedSum(BatchLoss):
                 _check_term(name, term)
                 weight, loss = term
                 if not isinstance(weight, Schedule):
-                    weight = check_finite_number(f"losses[{name!r}]", weight, rule=" or a schedule")
+                    weight = check_finite_number(f"losses[{name!r}]", weight)
                 self.weights[name] = weight
                 self.parts[name] = as_batch_loss(loss)
             self._check_weights()

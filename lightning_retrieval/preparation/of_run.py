@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
-from lightning_retrieval.checks import check_callable
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
@@ -95,8 +94,6 @@ class RunPreparation:
         self.settings = dict(settings)
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
-        for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
-            check_callable(name, given, may_be_none=True)
         if "background" in settings:
             check_colour("background", settings["background"])
         self._serialised: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
+from lightning_retrieval.checks import check_integer, check_tensor, short_repr
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
@@ -76,7 +76,6 @@ def largest_chunk_size(
         >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
         5
     """
-    check_callable("embed", embed, owner="largest_chunk_size")
     with owned_by("largest_chunk_size"):
         check_inputs(inputs)
     keep_graphs = check_integer("keep_graphs", keep_graphs, least=1, owner="largest_chunk_size")
@@ -210,7 +209,6 @@ def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
 
 
 def _check_one_size(name: str, size: Any) -> ChunkSize:
-    if size is None:
-        return None
-    checked: int | Literal["auto"] = check_auto(name, size, least=1)
-    return checked
+    if size is None or size == "auto":
+        return size
+    return check_integer(name, size, least=1)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_retrieval.checks import check_callable, check_integer, check_tensor, first_line
+from lightning_retrieval.checks import check_integer, check_tensor, first_line
 from lightning_retrieval.compiled import is_compiled
 from lightning_retrieval.distributed import kept_rows
 from lightning_retrieval.invalid import InvalidValue, owned_by
@@ -177,9 +177,6 @@ def chunked_backward(
         All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
         embeddings and the loss.
     """
-    check_callable("loss", loss, owner=_OWNER)
-    check_callable("backward", backward, owner=_OWNER)
-    check_callable("last_backward", last_backward, owner=_OWNER)
     chunks = EmbeddedChunks(embed, inputs, chunk_size, keep_graphs=keep_graphs, least_chunks=least_chunks)
     if chunks.graph is None:
         value = back_propagate(loss(chunks.embeddings), [chunks.embeddings], backward)
@@ -240,7 +237,6 @@ class EmbeddedChunks:
         least_chunks: int = 1,
         trained: bool = True,
     ) -> None:
-        check_callable("embed", embed, owner=_OWNER)
         with owned_by(_OWNER):
             check_inputs(inputs)
         check_integer("keep_graphs", keep_graphs, least=0, owner=_OWNER)

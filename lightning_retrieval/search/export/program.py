@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.checks import check_instance, first_line
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.preparation.preparation import Preparation
 
@@ -96,7 +96,6 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
             tensor.
         TypeError: if `program` is not an `EmbeddingProgram`.
     """
-    check_instance("program", program, EmbeddingProgram)
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}
     program.to(memory_format=torch.contiguous_format)

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_mapping, check_string, check_strings, check_unmasked, short_repr
+from lightning_retrieval.checks import check_strings, short_repr
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
@@ -150,7 +150,6 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
     """
     if columns is None:
         return {}
-    check_mapping("columns", columns)
     made = {}
     for name, values in columns.items():
         check_column_name(name)
@@ -163,7 +162,6 @@ def _column(name: str, values: Values, rows: int) -> Column:
 
     if isinstance(values, pyarrow.Array) and len(values) == rows:
         return values
-    check_unmasked("columns", values)
     listed: Any = values
     if isinstance(values, (Tensor, np.ndarray)):
         listed = values.tolist()
@@ -297,7 +295,6 @@ def parse_where(where: str | None, kinds: Mapping[str, Kind]) -> Condition | Non
     """
     if where is None:
         return None
-    check_string("where", where)
     try:
         if len(where) > MOST_CHARACTERS:
             raise ValueError(f"which has {len(where):,} characters, more than {MOST_CHARACTERS:,}")
@@ -334,7 +331,6 @@ def check_group(group_by: str | None, kinds: Mapping[str, Kind]) -> None:
     """
     if group_by is None:
         return
-    check_string("group_by", group_by)
     if group_by not in kinds:
         rule = f"must be a column of the index, {shown_kinds(kinds)}"
         raise InvalidValue(rule, argument="group_by", got=repr(group_by))

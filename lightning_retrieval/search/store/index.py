@@ -18,10 +18,8 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import (
-    check_bool,
-    check_callable,
+    check_finite_number,
     check_integer,
-    check_not_negative,
     check_path,
     first_line,
     short_repr,
@@ -420,7 +418,6 @@ class RetrievalIndex:
             Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
         """
         path = check_path("folder", folder, owner=OWNER)
-        check_callable("launch", launch, may_be_none=True, owner=OWNER)
         with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             rows = checked_rows("embeddings", embeddings, self.dim)
@@ -565,8 +562,6 @@ class RetrievalIndex:
             ValueError: if the index is damaged, or has an unknown format version.
             TypeError: if `mapped` or `verify` is not a bool.
         """
-        check_bool("mapped", mapped)
-        check_bool("verify", verify)
         path = check_path("folder", folder)
         return read_folder(path, verify, functools.partial(cls._read, path, mapped=mapped))
 
@@ -583,7 +578,7 @@ class RetrievalIndex:
                 raise KeyError(missing[0])
             recall = settings.pop("recall")
             if recall is not None:
-                recall = check_not_negative("recall", recall, most=1)
+                recall = check_finite_number("recall", recall, least=0, most=1)
             count = check_integer("shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
