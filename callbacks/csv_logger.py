@@ -88,7 +88,6 @@ class ResumableCSVLogger(CSVLogger):
 
     Raises:
         ValueError: if `folder` is empty, or the path of a file.
-        TypeError: if `folder` is not a path, or `prefix` not a string.
 
     Example:
         >>> from lightning_retrieval.callbacks import ResumableCSVLogger

@@ -283,7 +283,6 @@ class TrainingCurve(Callback):
 
     Raises:
         ValueError: if the metric has not been logged by the end of a validation.
-        TypeError: if `metric` is not a string.
 
     Example:
         >>> from lightning_retrieval.callbacks import TrainingCurve

@@ -228,8 +228,7 @@ class RetrievalEvaluation(Callback):
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, `dims` does not ascend, or
             `before_fit` is set without a test set; in an evaluation, if one of `dims` is larger than the dimension of
             the embeddings.
-        TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` is not callable; in an
-            evaluation, if the module's step does not return `embeddings` and `labels`.
+        TypeError: in an evaluation, if the module's step does not return `embeddings` and `labels`.
 
     Example:
         >>> import pytorch_lightning as pl

@@ -36,9 +36,6 @@ class CheckpointOnInterrupt(pl.Callback):
     Args:
         option: the command-line option that continues from the checkpoint. The final message shows this option.
 
-    Raises:
-        TypeError: if `option` is not a string.
-
     Example:
         >>> import pytorch_lightning as pl
         >>> from lightning_retrieval.callbacks import CheckpointOnInterrupt

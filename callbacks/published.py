@@ -26,7 +26,7 @@ class PublishedResults(Callback):
 
     Raises:
         ValueError: if `results` is empty, or a value is not finite.
-        TypeError: if `source` is not a string, or `results` is not a dict from strings to numbers.
+        TypeError: if a result is not a number.
 
     Example:
         >>> from lightning_retrieval.callbacks import PublishedResults, RetrievalEvaluation

@@ -204,8 +204,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     Raises:
         ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
             workers; when training begins, if P, K or the sampler do not fit the training set.
-        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or
-            `pin_memory` or `persistent_workers` is not True, False or None.
+        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch

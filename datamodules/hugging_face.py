@@ -265,7 +265,6 @@ class HuggingFaceImages(ImageDataModule):
         FileNotFoundError: if `path` neither exists nor can be loaded from the hub.
         ModuleNotFoundError: if `datasets` is not installed.
         ValueError: if a column or a split does not exist, a row has no label, or a class is in training and evaluation.
-        TypeError: if an argument does not have the type of its annotation.
 
     Example:
         >>> from PIL import Image

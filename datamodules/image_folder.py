@@ -367,7 +367,7 @@ class ImageFolder(ImageDataModule):
         ValueError: if there are no class folders with images, the folders are those of other splits or of roles, such
             as `train` and `val` without `test`, or `query` and `gallery`, or `test_fraction` leaves no class in one of
             the sets.
-        TypeError: if `categories` is not a bool, or `classes` has another type.
+        TypeError: if `classes` has another type.
 
     Example:
         >>> from pathlib import Path

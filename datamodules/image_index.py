@@ -253,7 +253,7 @@ class ImageIndex:
         lines: for error messages, a `ListLines` with the line of the list that each image was read from; or None.
 
     Raises:
-        TypeError: if `paths`, `names` or `tag_names` is not a sequence of strings, `lines` is not a `ListLines`, or
+        TypeError: if `paths`, `names` or `tag_names` is a single string, `lines` is not a `ListLines`, or
             another argument does not hold integers.
         ValueError: if there is no image; if the lengths differ; if a path leaves the root or contains `./` or `//`; if
             a role is not from 0 to 3; if a tag is below -1 or has no name in `tag_names`; if images with the same label

@@ -188,7 +188,6 @@ class ImageDataModule(RetrievalDataModule):
         FileNotFoundError: if `root` does not contain the files; the message says where they may be.
         ValueError: if a file is not as expected, a class or an image is in both training and evaluation, a split is
             empty, or an argument is invalid.
-        TypeError: if an argument does not have the type of its annotation.
     """
 
     shared_classes: ClassVar[bool] = False  # whether training and evaluation may share classes

@@ -64,8 +64,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             instead of pixels of the upright images.
 
     Raises:
-        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is not an `ImageIndex`, `root`
-            is not a path, or `transform` is not callable; for an item, if `transform` does not return a tensor.
+        TypeError: for an item, if `transform` does not return a tensor.
         ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
         FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 

@@ -40,8 +40,8 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         values: a tensor, an array, a sequence or anything else.
 
     Raises:
-        ValueError: if rows are of unequal length, a tensor is on the meta device, or a number is 2**63 or more.
-        TypeError: if a tensor does not hold integers, or is sparse.
+        ValueError: if rows are of unequal length, or a number is 2**63 or more.
+        TypeError: if a tensor does not hold integers.
     """
     if isinstance(values, Tensor):
         check_tensor(name, values)

@@ -143,9 +143,6 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
         trainer: a trainer that is fitting and has restored its checkpoint (if any), as in the hook
             `train_dataloader()`.
 
-    Raises:
-        TypeError: if `trainer` is not a `pytorch_lightning.Trainer`.
-
     Example:
         >>> resume_position(pl.Trainer(logger=False, enable_checkpointing=False))
         {'epoch': 0, 'start': 0}

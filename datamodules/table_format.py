@@ -59,7 +59,6 @@ class TableFormat:
         Raises:
             ValueError: if `columns` is another text, has an unknown name, or one column for two names, or `delimiter`
                 is not one character that can separate fields.
-            TypeError: if an argument has the wrong type.
         """
         separator = delimiter
         if separator in TABS:

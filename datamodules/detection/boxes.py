@@ -54,7 +54,7 @@ class BoxIndex:
         class_names: names of the classes 1, 2, ...
 
     Raises:
-        TypeError: if `paths` or `class_names` is not a sequence of strings.
+        TypeError: if `paths` or `class_names` is a single string.
         ValueError: if there is no image; if lengths differ; if a label is not from 1 to the number of classes; if a box
             has no area or is not finite.
 
@@ -170,7 +170,6 @@ class BoxSet(Dataset[Item]):
             `RetrievalDataLoader` gives each index decides about the flip.
 
     Raises:
-        TypeError: if `train` is not a bool.
         ValueError: when an item is read, if the image cannot be decoded or a box is outside the image.
         FileNotFoundError: when an item is read, if the file does not exist.
 

@@ -39,7 +39,6 @@ class GlyphDataset(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: if `split` or `channels` has another value.
-        TypeError: if `augment` is not a bool, or `glyphs` is not a `GlyphImages`.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
@@ -107,8 +106,7 @@ class Glyphs(RetrievalDataModule):
     Raises:
         ValueError: if a number is out of its range, or `fonts` is empty; when the images are loaded, if a font is not
             installed.
-        TypeError: if a number is not an integer, `augment` is not a bool, `fonts` does not hold strings, or `cache_dir`
-            is not a path.
+        TypeError: if a number is not an integer, or `fonts` is a single string.
         OSError: if the cache folder cannot be written.
 
     Example:

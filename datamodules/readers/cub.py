@@ -38,7 +38,6 @@ class CUB200(ImageDataModule):
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a line lacks a field; if an id is not an integer, occurs twice or is missing in another list; if
             a class is not from 1 to 200; if a box is empty or not four finite numbers.
-        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import CUB200

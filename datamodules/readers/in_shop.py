@@ -53,7 +53,6 @@ class InShop(ImageDataModule):
         ValueError: if both `boxes` and `high_res` are True; if the number of images in a list differs from the number
             in its first line, the header differs, or a line lacks a field; if an image occurs twice, has an unknown
             status, or has no box or an empty box.
-        TypeError: if `boxes` or `high_res` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import InShop

@@ -399,7 +399,7 @@ class RevisitedOxford(_Revisited):
             where it may be.
         ValueError: if the pickle needs anything but plain values and arrays (no code in it is run), has the format of
             the original protocol, or has an invalid value.
-        TypeError: if `crop_queries` is not a bool, or `image_size` is not an integer.
+        TypeError: if `image_size` is not an integer.
 
     Example:
         >>> import pickle

@@ -74,7 +74,6 @@ class VehicleID(ImageDataModule):
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
             image occurs twice or with two vehicles, or a vehicle has no images or two models; for `"reid"`, if no
             vehicle of a test set has two images.
-        TypeError: if `select_by_vid` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID

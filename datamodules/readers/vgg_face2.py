@@ -45,7 +45,6 @@ class VGGFace2(ImageDataModule):
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
         ValueError: if a line is not the path of an image in a person's folder; if an image occurs twice, or has no box,
             an empty box or several different boxes.
-        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from pathlib import Path

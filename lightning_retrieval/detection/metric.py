@@ -56,7 +56,7 @@ class DetectionMetric(Metric):
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
-        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+        TypeError: if `classes` is not an integer; in `update`, if an entry of a detection or a target is not a tensor.
     """
 
     is_differentiable = False
@@ -230,7 +230,7 @@ class COCOMetrics(DetectionMetric):
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
-        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+        TypeError: if `classes` is not an integer; in `update`, if an entry of a detection or a target is not a tensor.
         ModuleNotFoundError: if faster-coco-eval is not installed.
 
     Example:

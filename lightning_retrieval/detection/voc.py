@@ -120,8 +120,8 @@ class VOCMetrics(DetectionMetric):
     Raises:
         ValueError: if a number is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite.
-        TypeError: if an argument has the wrong type; in `update`, if a detection or a target is not a mapping of
-            tensors.
+        TypeError: if an argument has the wrong type; in `update`, if an entry of a detection or a target is not a
+            tensor.
 
     Example:
         >>> import torch

@@ -42,7 +42,7 @@ class NestedLoss(BatchLoss):
         ValueError: if `dims` is empty or does not ascend, the number of weights differs from the number of `dims`, or a
             weight is not from -1e12 to 1e12; when called, if the embeddings have fewer dimensions than the last of
             `dims`.
-        TypeError: if `loss` is not a module, or is a loss of pytorch-metric-learning that learns proxies; if a number
+        TypeError: if `loss` is a loss of pytorch-metric-learning that learns proxies; if a number
             has the wrong type.
 
     Example:
@@ -242,7 +242,7 @@ class Ramp(Schedule):
 
     Raises:
         ValueError: if a number is out of its range, or `start` is not below `end`.
-        TypeError: if a number has the wrong type, or `geometric` is not a bool.
+        TypeError: if a number has the wrong type.
 
     Example:
         >>> from lightning_retrieval.losses import Ramp
@@ -301,7 +301,7 @@ class WeightedSum(BatchLoss):
     Raises:
         ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
             training, or a name is empty, has a dot, or is an attribute of a torch module, such as "type".
-        TypeError: if `losses` is not a mapping, a loss is not a module or a weight neither a number nor a schedule.
+        TypeError: if `losses` is not a mapping, or a weight is neither a number nor a schedule.
 
     Example:
         >>> import torch

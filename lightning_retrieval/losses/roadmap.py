@@ -343,7 +343,7 @@ class ROADMAPLoss(WeightedSum):
 
     Raises:
         ValueError: if `lambda_` is not from 0 to 1, or a setting is given although both terms are given.
-        TypeError: if `lambda_` is not a number, a term is not a module, or a flag is not a bool.
+        TypeError: if `lambda_` is not a number.
 
     Example:
         >>> import torch

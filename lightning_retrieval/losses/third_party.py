@@ -79,7 +79,7 @@ class ThirdPartyLoss(BatchLoss):
         ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
             fraction of the training; when called, if labels of several levels do not nest, or a loss with weights for
             each class has none for a label.
-        TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
+        TypeError: when called, if there are references and the loss cannot exclude the
             query's own copy, or if `queries` or `relevance` is given.
 
     Example:

@@ -60,9 +60,7 @@ class EmbeddingMetric(Metric):
         ValueError: if shapes do not match, an embedding is not finite, an id has two labels or two cameras, there are
             cameras beside a rule, or there are several processes and no ids. With several processes, the error is
             raised on all of them in `compute`.
-        TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers,
-            `embeddings_on_cpu` is not a bool, `query_expansion` or `database_augmentation` is not callable, or
-            `relevance` is not a `Relevance`.
+        TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers.
     """
 
     is_differentiable = False

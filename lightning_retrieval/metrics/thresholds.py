@@ -134,7 +134,6 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
 
     Raises:
         ValueError: as in `compute`.
-        TypeError: if `metrics` is not an `EmbeddingMetric`.
 
     Example:
         >>> import torch

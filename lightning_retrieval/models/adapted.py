@@ -58,7 +58,7 @@ class AdaptedEmbedder(nn.Module):
 
     Raises:
         ValueError: if a dimension is not from 1 to 2^20.
-        TypeError: if `embedder` is not a module, or a dimension is not an integer.
+        TypeError: if a dimension is not an integer.
 
     Example:
         >>> import torch
@@ -129,7 +129,6 @@ class FrozenEmbedder(nn.Module):
         FileNotFoundError: if the checkpoint does not exist.
         ValueError: if not exactly one of `embedder` and `checkpoint` is given; if the checkpoint is damaged or cannot
             be rebuilt, or its embeddings depend on more than the embedder, such as a whitening.
-        TypeError: if `embedder` is not a module.
 
     Example:
         >>> import torch

@@ -99,8 +99,7 @@ class Embedder(PretrainedModule):
         ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, `weights` are given
             for a backbone without pretrained weights or cannot be loaded, or the features have another shape than (N,
             C, H, W) or (N, C).
-        TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
-            bool.
+        TypeError: if the backbone is neither a name nor a module, or does not return a tensor.
         ModuleNotFoundError: if the library of the backbone is not installed.
 
     Example:

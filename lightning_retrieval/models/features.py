@@ -88,7 +88,7 @@ class GeM(nn.Module):
 
     Raises:
         ValueError: if `p` or `eps` is out of its range; when called, if the features are not feature maps.
-        TypeError: if `p` or `eps` is not a number, or `learnable` is not a bool.
+        TypeError: if `p` or `eps` is not a number.
 
     Example:
         >>> import torch

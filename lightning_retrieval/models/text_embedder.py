@@ -133,7 +133,7 @@ class TextEmbedder(nn.Module):
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
             belong to the backbone.
-        TypeError: if the backbone is not a name, or a number or flag has another type.
+        TypeError: if the backbone is not a name, or a number is not an integer.
         ModuleNotFoundError: if transformers is not installed and the backbone needs it.
 
     Example:

@@ -162,7 +162,6 @@ def load_function(name: str, path: str) -> Any:
 
     Raises:
         ValueError: if the module cannot be imported, or does not have the function.
-        TypeError: if the object is not callable.
     """
     module, _, attribute = path.rpartition(".")
     try:

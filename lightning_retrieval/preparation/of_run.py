@@ -79,7 +79,7 @@ class RunPreparation:
 
     Raises:
         ValueError: if a setting is out of its range.
-        TypeError: if a transform is not callable, or a setting has the wrong type.
+        TypeError: if a setting has the wrong type.
     """
 
     def __init__(

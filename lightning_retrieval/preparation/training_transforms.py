@@ -195,7 +195,6 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
 
     Raises:
         ValueError: if the name is unknown.
-        TypeError: if `preparation` is not a `Preparation`.
 
     Example:
         >>> from PIL import Image

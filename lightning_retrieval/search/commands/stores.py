@@ -389,7 +389,6 @@ class IndexWriter:
 
     Raises:
         ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
-        TypeError: if `overwrite` or `update` is not a bool.
     """
 
     def __init__(

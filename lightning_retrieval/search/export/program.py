@@ -94,7 +94,6 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     Raises:
         ValueError: if the network cannot be traced, for example because its `forward` depends on the values in a
             tensor.
-        TypeError: if `program` is not an `EmbeddingProgram`.
     """
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}

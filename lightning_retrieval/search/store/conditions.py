@@ -146,7 +146,7 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
     Raises:
         ValueError: if a name is invalid, the number of values is not `rows`, or a number is not finite or not exact in
             64 bits.
-        TypeError: if `columns` is not a mapping of sequences, each of strings or of numbers.
+        TypeError: if a column is not a sequence of strings or of numbers.
     """
     if columns is None:
         return {}
@@ -291,7 +291,6 @@ def parse_where(where: str | None, kinds: Mapping[str, Kind]) -> Condition | Non
     Raises:
         ValueError: if the text is not a condition, names a column that the index does not have, or compares text with a
             number.
-        TypeError: if the text is not a string.
     """
     if where is None:
         return None
@@ -327,7 +326,6 @@ def check_group(group_by: str | None, kinds: Mapping[str, Kind]) -> None:
 
     Raises:
         ValueError: if the index does not have this column.
-        TypeError: if the name is not a string.
     """
     if group_by is None:
         return
@@ -361,7 +359,7 @@ def checked_columns(argument: str, names: Sequence[str] | None, kinds: Mapping[s
 
     Raises:
         ValueError: if a name is no column of the index.
-        TypeError: if `names` is not a sequence of strings.
+        TypeError: if `names` is a single string.
     """
     if names is None:
         return list(kinds)
@@ -384,7 +382,6 @@ def checked_request(k: int, where: str | None, group_by: str | None, kinds: Mapp
 
     Raises:
         ValueError: if `where` is not a condition on the columns, or `group_by` is no column.
-        TypeError: if `where` or `group_by` is not a string.
     """
     condition = parse_where(where, kinds)
     check_group(group_by, kinds)

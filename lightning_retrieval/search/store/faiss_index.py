@@ -47,7 +47,6 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     Raises:
         ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
             this kind of index.
-        TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
     try:
@@ -118,7 +117,6 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
     Raises:
         ValueError: if faiss does not know a parameter for this factory string, or a number of lists or candidates is
             not an integer >= 1.
-        TypeError: if `parameters` is not a string.
     """
     if not parameters:
         return

@@ -164,8 +164,7 @@ class RetrievalIndex:
     Raises:
         ValueError: if a number is out of range, if faiss does not know the factory string or a parameter, or if faiss
             does not support inner products for this factory string.
-        TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
-            but plain values.
+        TypeError: if a number is not an integer, or `about` holds anything but plain values.
 
     Example:
         >>> import numpy as np
@@ -259,7 +258,7 @@ class RetrievalIndex:
             ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
                 a column has an invalid name or is not one of the earlier rows' columns, there are too few rows for the
                 training, faiss cannot add rows, or the index is memory-mapped.
-            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is a single string,
                 or a column has values of other types.
         """
         with owned_by(OWNER), self._lock.editing():
@@ -299,8 +298,7 @@ class RetrievalIndex:
         Raises:
             ValueError: if shapes do not match, a query is not finite, `k` is out of range, `where` is not a condition
                 on the columns, `group_by` is not a column, or faiss cannot filter this kind of index.
-            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
-                string.
+            TypeError: if queries are not floating point, or `k` is not an integer.
         """
         with owned_by(OWNER), self._lock.reading():
             return self._search(queries, self._request(k, where, group_by))
@@ -315,7 +313,7 @@ class RetrievalIndex:
 
         Raises:
             ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
-            TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
+            TypeError: if `k` is not an integer.
         """
         with owned_by(OWNER), self._lock.reading():
             return self._request(k, where, group_by)
@@ -560,7 +558,6 @@ class RetrievalIndex:
         Raises:
             FileNotFoundError: if the folder or one of its files does not exist.
             ValueError: if the index is damaged, or has an unknown format version.
-            TypeError: if `mapped` or `verify` is not a bool.
         """
         path = check_path("folder", folder)
         return read_folder(path, verify, functools.partial(cls._read, path, mapped=mapped))

@@ -240,7 +240,6 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
 
     Raises:
         ValueError: if `factory` has another form, or its type of index does not exist.
-        TypeError: if `factory` is not a string.
     """
     kind, _, assignments = factory.partition(",")
     kind = kind.strip().upper()
@@ -259,7 +258,6 @@ def search_parameters(parameters: str) -> dict[str, Any]:
 
     Raises:
         ValueError: if `parameters` does not consist of assignments of numbers.
-        TypeError: if `parameters` is not a string.
     """
     values = _assignments(parameters)
     if values is None:
