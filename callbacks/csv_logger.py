@@ -19,7 +19,7 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import check_regular_file, new_file, writing
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 
 
@@ -142,8 +142,6 @@ class _ContinuedFile(ExperimentWriter):
         self._file = Path(self.metrics_file_path)
         self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
         self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
-        with owned_by("ResumableCSVLogger"):
-            check_regular_file(self._file)
         if self._file.exists():
             self._read_earlier()
 

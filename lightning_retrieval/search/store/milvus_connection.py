@@ -31,7 +31,6 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
-from lightning_retrieval.files import is_locked
 from lightning_retrieval.invalid import Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
@@ -146,9 +145,6 @@ class MilvusConnection:
         if self.file is None:
             rule, why = "must be the address of Milvus", f"did not answer within {CONNECTING:g} s ({_reason(error)})"
             cure = "nothing was written, so start Milvus there or give another address"
-        elif is_locked(self.file / "LOCK"):
-            rule, why = "must not be in use", "another process has opened"
-            cure = "wait until it has finished, or let a server share the file: milvus-lite server --data-dir FILE"
         return Unreachable(rule, argument="uri", got=f"{self.shown}, which {why}", cure=cure)
 
 
