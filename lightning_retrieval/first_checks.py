@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import MissingFile
 
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
@@ -39,23 +39,3 @@ def check_images_exist(folder: Path) -> None:
     """Raise unless there is a folder of images."""
     if not folder.is_dir():
         raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
-
-
-def names_in_text(text: str) -> dict[str, str] | str:
-    """The names of columns in pairs such as `image=path,label=class`; a text without pairs as it is.
-
-    Args:
-        text: the text, which is that of `columns`.
-
-    Raises:
-        ValueError: if a part is no pair, or a name has two.
-    """
-    if "=" not in text:
-        return text
-    names: dict[str, str] = {}
-    for pair in text.split(","):
-        here, _, theirs = map(str.strip, pair.partition("="))
-        if not here or not theirs or here in names:
-            raise InvalidValue("must be pairs such as image=path,label=class", argument="columns", got=text)
-        names[here] = theirs
-    return names
