@@ -94,7 +94,7 @@ class DetectionAPLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = checked(self, weight=weight)
-        self.gather = checked(self, gather=gather)
+        self.gather = gather
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)
         self.interclass_coef = checked(self, interclass_coef=interclass_coef)

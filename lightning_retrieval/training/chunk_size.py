@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.backend import rank_zero_info
-from lightning_retrieval.checks import check_auto, check_integer, short_repr
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
@@ -113,10 +113,9 @@ def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
 
 
 def _check_one_size(name: str, size: Any) -> ChunkSize:
-    if size is None:
-        return None
-    checked: int | Literal["auto"] = check_auto(name, size, least=1)
-    return checked
+    if size is None or size == "auto":
+        return size
+    return check_integer(name, size, least=1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from lightning_retrieval.backend import (
     pl,
     to_uncompiled,
 )
-from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
+from lightning_retrieval.checks import check_choice, check_integer, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.invalid import InvalidValue, owned
@@ -85,7 +85,7 @@ class OptimizedModule(CheckpointedModule):
             self.lr_scheduler = rebuild_factory("lr_scheduler", lr_scheduler, schedulers)
         self.lr_scheduler_interval = check_choice("lr_scheduler_interval", interval, ("epoch", "step"))
         self.lr_scheduler_frequency = check_integer("lr_scheduler_frequency", frequency, least=1)
-        self.lr_scheduler_monitor = check_string("lr_scheduler_monitor", monitor)
+        self.lr_scheduler_monitor = monitor
 
     @owned
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:

@@ -19,12 +19,9 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
     as_int64,
-    check_auto,
-    check_bool,
     check_choice,
     check_finite,
     check_finite_number,
-    check_instance,
     check_integer,
     check_integers,
     check_matrix,
@@ -111,7 +108,9 @@ class CrossBatchMemory(nn.Module):
     ) -> None:
         super().__init__()
         self.size = check_integer("size", size, least=1, owner="CrossBatchMemory")
-        self.start_step: int | Literal["auto"] = check_auto("start_step", start_step, least=0, owner="CrossBatchMemory")
+        if start_step != "auto":
+            start_step = check_integer("start_step", start_step, least=0, owner="CrossBatchMemory")
+        self.start_step: int | Literal["auto"] = start_step
         self.mode: MemoryMode = check_choice("mode", mode, get_args(MemoryMode), owner="CrossBatchMemory")
         self.weight = check_finite_number("weight", weight, owner="CrossBatchMemory")
         if self.weight != 1 and mode != "two_terms":
@@ -164,9 +163,6 @@ class CrossBatchMemory(nn.Module):
         Returns:
             The argument for `loss.of_batch(batch)`.
         """
-        check_bool("detach", detach, owner="CrossBatchMemory")
-        if relevance is not None:
-            check_instance("relevance", relevance, Relevance, owner="CrossBatchMemory")
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
@@ -226,8 +222,8 @@ class CrossBatchMemory(nn.Module):
             as_int64("labels", labels, owner="CrossBatchMemory"),
             as_int64("ids", ids, owner="CrossBatchMemory"),
         )
-        rows, device = len(embeddings), embeddings.device
-        check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="CrossBatchMemory")
+        rows = len(embeddings)
+        check_integers("labels", labels, rows, "embeddings", levels=True, owner="CrossBatchMemory")
         if ids is None:
             raise InvalidType(
                 "must be given, the dataset index of each row, since an image is stored once and never ranked for "
@@ -237,7 +233,7 @@ class CrossBatchMemory(nn.Module):
                 got="None",
                 cure="let the batches hold (images, labels, ids)",
             )
-        check_integers("ids", ids, rows, "embeddings", device=device, owner="CrossBatchMemory")
+        check_integers("ids", ids, rows, "embeddings", owner="CrossBatchMemory")
         if len(ids) > self.size:
             rule = "must be at least that of a batch"
             got = f"{self.size} for a batch of {len(ids)} rows"

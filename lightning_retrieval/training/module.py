@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.third_party import check_references
@@ -182,7 +182,7 @@ class RetrievalModule(ManualTraining):
             self.updates = Updates() if updates is None else rebuild("updates", updates, Updates)
             self._set_frozen_backbones()
             self._fraction = 0.0  # fraction of the training that is done
-            self.seed = check_integer("seed", seed_or_default(seed), least=0, most=None)
+            self.seed = check_integer("seed", seed_or_default(seed), least=0)
         self._sharded: ShardedParts | None = None  # the modules that are sharded over the processes of the run
         self.chunk_size_searches: dict[Side, ChunkSizeSearch] = {side: ChunkSizeSearch() for side in SIDES}
 
@@ -257,7 +257,6 @@ class RetrievalModule(ManualTraining):
             whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
         check_tensor("images", images, owner=type(self).__name__)
-        check_bool("whiten", whiten, owner=type(self).__name__)
         return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -269,7 +268,6 @@ class RetrievalModule(ManualTraining):
             whiten: as for `embed`; both sides share one whitening.
         """
         check_tensor("inputs", inputs, owner=type(self).__name__)
-        check_bool("whiten", whiten, owner=type(self).__name__)
         inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
