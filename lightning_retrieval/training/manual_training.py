@@ -28,6 +28,7 @@ from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
+from lightning_retrieval.training.missed_validation import MissedValidation
 from lightning_retrieval.training.optimizers import (
     Updates,
     check_optimized,
@@ -349,6 +350,7 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         strategy = self.trainer.strategy
         check_trainer(self.trainer)
+        MissedValidation.install(self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
