@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from lightning_retrieval.backend import ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
 from lightning_retrieval.checkpoints import holds_checkpoint
 from lightning_retrieval.invalid import InvalidValue
@@ -131,13 +128,3 @@ def check_links(callbacks: Sequence[Any]) -> None:
                 f"ModelCheckpoint(save_last='link') replaces {path} by a link, but that is a folder and no checkpoint",
                 cure="move it, or choose another `dirpath`",
             )
-
-
-def check_optimizer_states(optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a state has neither the shape of its parameter nor one element: fused updates would write beyond it."""
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-                    rule = f"the state {name!r} of the optimizer must have the shape of its parameter"
-                    raise InvalidValue(rule, got=tuple(value.shape), cure="take another checkpoint")
