@@ -11,7 +11,6 @@ batch's queries against the memory, which also holds the batch. In the second lo
 """
 
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +26,6 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
     has_finite_sum,
-    short_repr,
 )
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue
@@ -204,7 +202,6 @@ class CrossBatchMemory(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the state of a checkpoint. If the checkpoint has more than `size` rows, keep only the newest rows."""
-        _check_state(state)
         rows = None
         if state["rows"] is not None:
             embeddings, labels, ids = state["rows"]
@@ -263,24 +260,6 @@ class CrossBatchMemory(nn.Module):
         if self._rows is None:
             return batch.select(batch.ids[:0]).detached()
         return self._rows.like(batch)
-
-
-def _check_state(state: Any) -> None:
-    """Raise unless `state` has the form that `get_extra_state` returns, with finite embeddings."""
-    is_state = isinstance(state, dict) and state.keys() == {"rows", "steps", "started"}
-    if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
-        rule = "must be a dict with `rows`, `steps` and `started` of another memory"
-        raise InvalidType(rule, "CrossBatchMemory", "state", got=short_repr(state))
-    check_integer("state['steps']", state["steps"], least=0, owner="CrossBatchMemory")
-    if state["rows"] is None:
-        return
-    if len(state["rows"]) != 3:
-        raise InvalidValue("must hold 3 tensors as rows", "CrossBatchMemory", "state", got=len(state["rows"]))
-    embeddings, labels, ids = state["rows"]
-    check_matrix("state", embeddings, owner="CrossBatchMemory")
-    check_integers("state", labels, len(embeddings), "state", levels=True, owner="CrossBatchMemory")
-    check_integers("state", ids, len(embeddings), "state", owner="CrossBatchMemory")
-    check_finite("state", embeddings, ids, owner="CrossBatchMemory")
 
 
 def _is_first(ids: Tensor) -> Tensor:
