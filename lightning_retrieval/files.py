@@ -28,9 +28,8 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
 LOCK = "lock"
 HELD = ".held"  # suffix of the file that is there while a lock is held on Windows
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-# What keeps a user from writing to a place, whatever is written: a full disk, or missing rights.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Errors that do not depend on what is written: the disk is full, or the user may not write there.
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 # Matches absolute paths of any system, and paths with a part `..`.
 _OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 # Matches relative paths that are, on Windows, on another drive, or that of a device.
