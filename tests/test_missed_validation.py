@@ -55,7 +55,9 @@ class Diary(pl.Callback, DummyLogger):
         if trainer.sanity_checking:
             return
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self.write("validation", trainer.current_epoch, trainer.global_step, rate, without_times(trainer.callback_metrics))
+        self.write(
+            "validation", trainer.current_epoch, trainer.global_step, rate, without_times(trainer.callback_metrics)
+        )
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.write("epoch", trainer.current_epoch, trainer.global_step)
@@ -65,7 +67,9 @@ class Diary(pl.Callback, DummyLogger):
 
 
 def without_times(metrics):
-    return {name: float(value) for name, value in metrics.items() if name not in ("train/images/s", "train/loader_wait")}
+    return {
+        name: float(value) for name, value in metrics.items() if name not in ("train/images/s", "train/loader_wait")
+    }
 
 
 class EndIn(pl.Callback):

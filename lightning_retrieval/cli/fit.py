@@ -47,7 +47,7 @@ from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
 from lightning_retrieval.command_line import command_line_message, null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
-from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
+from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
 from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
@@ -422,7 +422,7 @@ class RetrievalCLI(LightningCLI):
                     self.parser.error(str(error))
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
-                if error.errno in (*NO_SPACE, *NOT_PERMITTED):
+                if error.errno in NOT_WRITABLE:
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
                 raise
 
