@@ -204,8 +204,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     Raises:
         ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
             workers; when training begins, if P, K or the sampler do not fit the training set.
-        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or
-            `pin_memory` or `persistent_workers` is not True, False or None.
+        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
@@ -237,8 +236,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.seed = seed_or_default(checked(self, seed=seed))
         with owned_by(type(self).__name__):
             self.sampler = check_sampler(sampler)
-        self.pin_memory = checked(self, pin_memory=pin_memory)
-        self.persistent_workers = checked(self, persistent_workers=persistent_workers)
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers
         if self.persistent_workers and not self.num_workers:
             rule = "needs workers"
             raise InvalidValue(

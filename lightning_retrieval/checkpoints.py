@@ -33,7 +33,6 @@ from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
     POSIX,
     Manifest,
-    check_regular_file,
     delete,
     error_of_system,
     exchange_names,
@@ -634,14 +633,12 @@ def check_checkpoint(checkpoint: Any, part: slice = slice(None)) -> None:
         part: as for `find_damage`.
 
     Raises:
-        ValueError: if the file is truncated, was not written by `torch.save`, has a wrong checksum, or is a FIFO.
+        ValueError: if the file is truncated, was not written by `torch.save`, or has a wrong checksum.
 
     Cost:
         The file is read once. A file written with `torch.serialization.set_crc32_options(False)` has wrong checksums
         and counts as damaged.
     """
-    if isinstance(checkpoint, (str, Path)):
-        check_regular_file(Path(checkpoint))
     damage = find_damage(checkpoint, part)
     if damage is not None:
         raise InvalidValue(f"the checkpoint {checkpoint} is damaged, {damage}", cure="take another checkpoint")

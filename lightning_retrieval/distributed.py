@@ -106,12 +106,7 @@ def gather_rows(
     if counts is None:
         local_count = torch.tensor([len(rows)], device=rows.device)
         counts = gather_rows(local_count, [1] * world_size()).tolist()
-    if min(counts) < max(counts):
-        return torch.cat(gather_parts(rows, counts, group))
-    local = rows.detach().contiguous()
-    gathered = local.new_empty(sum(counts), *local.shape[1:])
-    gather_into(gathered, local, group=group)
-    return gathered
+    return torch.cat(gather_parts(rows, counts, group))
 
 
 def gather_into(
@@ -148,8 +143,9 @@ def gather_parts(
     missing = max(counts) - len(rows)
     if missing > 0:
         padded = torch.cat([padded, rows.new_zeros(missing, *rows.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
+    gathered = padded.new_empty(len(counts) * len(padded), *padded.shape[1:])
+    gather_into(gathered, padded, group=group)
+    parts = gathered.unflatten(0, (len(counts), len(padded)))
     return [part[:count] for part, count in zip(parts, counts)]
 
 

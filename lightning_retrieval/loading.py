@@ -23,7 +23,7 @@ from lightning_retrieval.checkpoints import (
     is_sharded_checkpoint,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
+from lightning_retrieval.checks import check_choice, check_path, first_line, short_repr
 from lightning_retrieval.csv_rows import csv_rows
 from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.limits import limited_to, weights_of
@@ -103,7 +103,6 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
             `load_from_checkpoint`.
     """
-    check_flag("weights_only", weights_only)
     check_map_location(map_location)
     replacing = None
     check_checkpoint_exists("checkpoint_path", path)

@@ -33,7 +33,6 @@ from lightning_retrieval.checkpoints import (
     remove_sharded_checkpoint,
     write_checkpoint,
 )
-from lightning_retrieval.checks import check_flag
 from lightning_retrieval.compiled import keep_plain_names, without_wrappers
 from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
@@ -252,7 +251,6 @@ class CheckpointedModule(pl.LightningModule):
                 a device, or the checkpoint describes an object of the wrong kind for an argument.
         """
         with owned_by(cls.__name__):
-            check_flag("strict", strict)
             checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 

@@ -70,15 +70,6 @@ class KeepsGathered(RetrievalModule):
         fsdp.fully_shard(self.embedder, mesh=mesh, ignored_params=numbers_of(self.embedder))
 
 
-class ShardedInPart(RetrievalModule):
-    """Each process trains a copy of its own."""
-
-    def shard_network(self, mesh):
-        names = ("copies", "shards")
-        own = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
-        fsdp.fully_shard(self.embedder, mesh=own["shards"], ignored_params=numbers_of(self.embedder))
-
-
 class Batches(IterableDataset):
     """The rows of each process; the whole batches for one process."""
 
@@ -185,12 +176,6 @@ def with_shared_number():
     return network
 
 
-def of_other_sizes(rank):
-    network = Net()
-    network.rest = nn.Linear(9, 3 + rank).double()
-    return network
-
-
 def without_memory():
     """A network on the meta device with a buffer that no checkpoint has."""
     with torch.device("meta"):
@@ -208,8 +193,6 @@ def wrong_runs(rank, folder):
     """The message of each run that must not begin, in this process."""
     auto = {"strategy": FSDP2Strategy(), "chunk_size": "auto"}
     runs = {
-        "networks": {"network": of_other_sizes(rank)},
-        "in part": {"kind": ShardedInPart},
         "shared": {"network": with_shared_weight()},
         "auto": auto,
         "average": {"callbacks": [EMAWeightAveraging()]},
@@ -321,8 +304,6 @@ def test_damaged_shards_are_refused(ranks, folder, tmp_path, damage):
 @pytest.mark.refusal
 def test_what_cannot_be_sharded_raises_in_all_processes(ranks):
     words = {
-        "networks": "the same network",
-        "in part": "must be sharded",
         "shared": "in several",
         "auto": "chunk_size='auto'",
         "average": "EMAWeightAveraging",
