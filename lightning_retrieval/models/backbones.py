@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_device, check_maps, first_line, short_repr
+from lightning_retrieval.checks import check_maps, first_line, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
@@ -77,7 +77,6 @@ class GlyphNet(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch channel_out height_out width_out"]:
-        check_device("images", images, next(self.parameters()).device, "layers", owner="GlyphNet")
         check_maps("images", images, owner="GlyphNet")
         features: Tensor = self.layers(images)
         return features

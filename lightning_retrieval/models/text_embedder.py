@@ -11,8 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
-from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.checks import check_integer, is_traced, short_repr
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -133,7 +132,7 @@ class TextEmbedder(nn.Module):
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
             belong to the backbone.
-        TypeError: if the backbone is not a name, or a number or flag has another type.
+        TypeError: if the backbone is not a name, or a number is not an integer.
         ModuleNotFoundError: if transformers is not installed and the backbone needs it.
 
     Example:
@@ -165,17 +164,15 @@ class TextEmbedder(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
-        self.normalize = checked(self, normalize=normalize)
+        self.normalize = normalize
         self.weights = weights
         self.max_length = checked(self, max_length=max_length)
-        self.backbone_name = checked(self, backbone=backbone)
+        self.backbone_name = backbone
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
-            check_mapping("backbone_args", backbone_args, owner="TextEmbedder")
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-        keep_plain_names(self)
         parts: tuple[nn.Module, ...] = (self, self.backbone)
         for part in parts:
             part.register_load_state_dict_post_hook(note_loaded_weights)

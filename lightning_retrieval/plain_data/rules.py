@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from lightning_retrieval.checks import check_callable, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 Kinds = tuple[type[Any], ...]
@@ -236,7 +236,6 @@ def load_function(name: str, path: str) -> Any:
 
     Raises:
         ValueError: if the module cannot be imported, or does not have the function.
-        TypeError: if the object is not callable.
     """
     module, _, attribute = path.rpartition(".")
     try:
@@ -245,7 +244,7 @@ def load_function(name: str, path: str) -> Any:
         rule = "must name a function that can be imported"
         cure = "`python -m lightning_retrieval.cli` finds the modules of the working directory"
         raise InvalidValue(rule, argument=name, got=f"{path} ({error})", cure=cure) from None
-    return check_callable(name, found)
+    return found
 
 
 def import_named_module(name: str, module: str) -> None:

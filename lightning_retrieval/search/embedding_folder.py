@@ -28,7 +28,6 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    check_regular_file,
     cure_of_other_form,
     delete_temporary_files,
     folder_lock,
@@ -394,7 +393,6 @@ class EmbeddingFolder:
         try:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
-            check_regular_file(file.with_suffix(".json"))
             yield
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             if is_system_error(error):

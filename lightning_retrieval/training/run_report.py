@@ -34,10 +34,9 @@ from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.preparation.of_run import data_module_of
 from lightning_retrieval.ranking.labels import Role, finest
+from lightning_retrieval.training.batch import GATHER_DTYPES, GlobalBatch
 from lightning_retrieval.training.full_sharding import copies_of, is_sharded
 from lightning_retrieval.training.optimizers import trainable_parameters
-from lightning_retrieval.training.sides import EmbeddedSide
-from lightning_retrieval.training.step import GATHER_DTYPES, TrainingStep
 
 # Beginnings of log messages.
 HIDDEN_LOGS = (
@@ -200,16 +199,16 @@ def report_resumed_phase(module: Any, reached: float, done: float) -> None:
         )
 
 
-def report_first_step(module: Any, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
+def report_first_step(module: Any, step: GlobalBatch, chunk_sizes: Sequence[int], batches: Sequence[Any]) -> None:
     """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 
     Args:
         module: a `RetrievalModule` in a run.
         step: the first step of the run, after its loss has been computed.
-        sides: how the images, or queries and candidates, are embedded.
+        chunk_sizes: for each side, the number of rows that are embedded at a time.
         batches: the batch of each side, as the loader yields it.
     """
-    report = _FirstStep(module, step, sides)
+    report = _FirstStep(module, step, chunk_sizes)
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
     report.warn_of_lists_without_positives()
@@ -244,14 +243,14 @@ class _FirstStep:
     """The first step of a run, about which the report is written."""
 
     module: Any
-    step: TrainingStep
-    sides: Sequence[EmbeddedSide]
+    step: GlobalBatch
+    chunk_sizes: Sequence[int]
 
     def __post_init__(self) -> None:
         self.owner = type(self.module).__name__
         self.rows = list(map(len, self.step.rows))
         self.list_length, self.dim = self.step.embeddings[-1].shape
-        if len(self.sides) == 1:  # an image is not in its own list
+        if len(self.chunk_sizes) == 1:  # an image is not in its own list
             self.list_length -= 1
         self.relevance = self.module.relevance
         self.class_sizes: list[int] = []  # empty if the rule of relevance has no classes
@@ -261,10 +260,10 @@ class _FirstStep:
 
     def warn_of_batch_norm(self) -> None:
         """Warn if BatchNorm layers, which mix the images of a batch, see the batch in chunks."""
-        for network, side, rows in zip(self._networks(), self.sides, self.rows):
-            if side.chunk_size < rows and side.frozen is None and _has_batch_norm(network):
+        for network, side, rows in zip(self._networks(), self.chunk_sizes, self.rows):
+            if side < rows and trainable_parameters(network) and _has_batch_norm(network):
                 rank_zero_warn(
-                    f"{self.owner}: BatchNorm sees {side.chunk_size} images at a time, not the batch of {rows}, "
+                    f"{self.owner}: BatchNorm sees {side} images at a time, not the batch of {rows}, "
                     "so the gradient is not that of the whole batch; freeze_batch_norm=True of Embedder, or such "
                     "layers in eval mode, make it exact."
                 )
@@ -273,8 +272,8 @@ class _FirstStep:
     def _networks(self) -> list[nn.Module]:
         """The module that embeds each side."""
         queries, candidates = self.module.query_embedder, self.module.embedder
-        if len(self.sides) == 1 or queries is None:
-            return [self.module] * len(self.sides)
+        if len(self.chunk_sizes) == 1 or queries is None:
+            return [self.module] * len(self.chunk_sizes)
         return [queries, candidates]
 
     def warn_of_early_memory(self) -> None:
@@ -282,7 +281,7 @@ class _FirstStep:
         memory, embedder = self.module.memory, self.module.embedder
         if memory is None or memory.start_step or memory.steps:
             return
-        if self.sides[-1].frozen is not None:  # its embeddings do not age
+        if not trainable_parameters(embedder):  # its embeddings do not age
             return
         if isinstance(embedder, Embedder) and embedder.has_random_weights:
             rank_zero_warn(
@@ -302,7 +301,7 @@ class _FirstStep:
             return 0
         embeddings, rows = [of_side.detach() for of_side in self.step.embeddings], self.step.rows
         batch = ranked_batch(embeddings[0], rows[0].labels, ids=rows[0].ids)
-        if len(self.sides) > 1:
+        if len(self.chunk_sizes) > 1:
             batch = ranked_batch(embeddings[0], rows[0].labels, embeddings[1], rows[1].labels)
         return max(loss.queries_without_value(batch) for loss in losses)
 
@@ -408,9 +407,9 @@ class _FirstStep:
     def _gathered_weights(self) -> int:
         """Number of weights that a step gathers: in a sharded network, each pass gathers all weights; else 0."""
         gathered = 0
-        for network, side in zip(self._networks(), self.sides):
+        for network, side in zip(self._networks(), self.chunk_sizes):
             sharded: list[nn.Parameter] = list(filter(is_sharded, network.parameters()))
-            gathered += side.passes * sum(parameter.numel() for parameter in sharded)
+            gathered += side * sum(parameter.numel() for parameter in sharded)
         return gathered
 
     def settings(self) -> dict[str, Any]:
@@ -418,9 +417,9 @@ class _FirstStep:
         list_length = self.list_length
         if self.module.memory is not None:
             list_length += self.module.memory.size
-        chunk_size: Any = self.sides[0].chunk_size
-        if len(self.sides) > 1:
-            chunk_size = {name: side.chunk_size for name, side in zip(SIDES, self.sides)}
+        chunk_size: Any = self.chunk_sizes[0]
+        if len(self.chunk_sizes) > 1:
+            chunk_size = dict(zip(SIDES, self.chunk_sizes))
         settings: dict[str, Any] = {
             "batch": {
                 "images": self.step.images,
@@ -430,7 +429,7 @@ class _FirstStep:
                 "processes": world_size(),
             }
         }
-        if len(self.sides) > 1:
+        if len(self.chunk_sizes) > 1:
             settings["batch"] |= dict(zip(SIDES, self.rows))
         sampler = getattr(self.module.trainer.train_dataloader, "batch_sampler", None)
         if sampler is not None:

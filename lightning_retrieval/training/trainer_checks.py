@@ -44,10 +44,10 @@ from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
+from lightning_retrieval.training.batch import GlobalRows
+from lightning_retrieval.training.full_sharding import has_sharded_parameters
 from lightning_retrieval.training.optimizers import trained_parameters
 from lightning_retrieval.training.sides import chunk_size_of
-from lightning_retrieval.training.step import GlobalRows
 
 # Callbacks that need automatic optimization, with what each would do and what to use instead. Lightning's Tuner adds
 # the callbacks `LearningRateFinder` and `BatchSizeFinder`.
@@ -199,8 +199,8 @@ def warn_of_equal_rates(module: Any) -> None:
         rank_zero_warn(
             f"{type(module).__name__}: the learning rates of the parameter groups must differ by {', '.join(factors)}, "
             f"but its `configure_optimizers` gives all of them {rates.pop():.3g}, perhaps by a scheduler that sets the "
-            "rates itself, such as OneCycleLR; give the scheduler a list with a rate for each group, give it to the "
-            "module as `lr_scheduler`, which multiplies its rates, or leave the factors out."
+            "rates itself, such as OneCycleLR; give the scheduler a list with a rate for each group, or leave the "
+            "factors out."
         )
 
 
@@ -273,14 +273,12 @@ def check_processes(module: Any) -> None:
     if module.memory is not None and module.gather is False:
         rule = f"a memory must be the same on all {world_size()} processes, which gather=False does not provide"
         raise InvalidValue(rule, cure="keep gather=True")
-    if has_sharded_parameters(module):
-        check_placements(list(module.parameters()))
-        if "auto" in chunk_sizes:
-            raise InvalidValue(
-                "chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they embed "
-                "each chunk together",
-                cure="give a number, such as chunk_size=32",
-            )
+    if has_sharded_parameters(module) and "auto" in chunk_sizes:
+        raise InvalidValue(
+            "chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they embed "
+            "each chunk together",
+            cure="give a number, such as chunk_size=32",
+        )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     if has_sync_norm and set(chunk_sizes) != {None}:
         rule = "SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of chunks"

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_retrieval import (
     CrossBatchMemory,
@@ -31,7 +31,6 @@ from tests.lightning_retrieval.training.small_training import (
     fit,
     net,
     trainer,
-    warnings_with,
 )
 
 
@@ -118,29 +117,6 @@ def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, monkeypa
     assert weights_of(module, run) == [b] * 3
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "step=6.ckpt", weights_only=True, embedder=net())
     assert weights_of(loaded, trainer(max_epochs=2, **flags)) == [a] * 3 + [b] * 3
-
-
-@pytest.mark.refusal
-def test_a_scheduler_that_ends_before_its_run_raises_at_the_start(tmp_path):
-    """`resumable` has a schedule of 12 steps, which a checkpoint keeps."""
-    with pytest.raises(ValueError, match="`lr_scheduler`"):
-        run_from(None, resumable(), max_epochs=5)
-    run_from(None, resumable(), tmp_path, max_epochs=4)
-    with pytest.raises(ValueError, match="`lr_scheduler`"):
-        run_from(tmp_path / "step=12.ckpt", resumable(), max_epochs=5)
-
-
-def test_a_cosine_that_rises_again_in_a_resumed_run_is_warned_of(tmp_path):
-    def cosine(steps):
-        schedule = functools.partial(CosineAnnealingLR, T_max=steps)
-        return RetrievalModule(
-            net(), SmoothAPLoss(tau=0.1), optimizer=SGD, lr_scheduler=schedule, lr_scheduler_interval="step"
-        )
-
-    words = "the learning rate rises again"
-    assert not warnings_with(words, run_from, None, cosine(3), tmp_path, max_epochs=1)
-    assert warnings_with(words, run_from, tmp_path / "step=3.ckpt", cosine(6), max_epochs=2)
-    assert not warnings_with(words, run_from, tmp_path / "step=2.ckpt", cosine(3), max_epochs=1)
 
 
 def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
