@@ -60,7 +60,7 @@ class TableFormat:
                 is not one character that can separate fields.
         """
         separator = delimiter
-        if separator in TABS:
+        if delimiter in TABS:
             separator = "\t"
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"

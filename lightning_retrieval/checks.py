@@ -63,13 +63,14 @@ def check_finite_number(
     name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST, owner: str = ""
 ) -> float:
     """Return `value`; raise unless it is a number from `least` to `most`. A bool is not a number."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if not _is_number(value, Real):
         raise InvalidType("must be a number", owner, name, got=short_repr(value))
     if not least <= value <= most:
         raise InvalidValue(f"must be a number from {least:g} to {most:g}", owner, name, got=short_repr(value))
     if isinstance(value, np.generic):  # becomes a number of Python, because checkpoints cannot hold NumPy's types
         value = value.item()
-    return value  # type: ignore[return-value]
+    plain: float = value
+    return plain
 
 
 def check_integer(name: str, value: Any, least: int, most: float = math.inf, *, owner: str = "") -> int:
@@ -77,11 +78,16 @@ def check_integer(name: str, value: Any, least: int, most: float = math.inf, *, 
     rule = f"must be an integer >= {least}"
     if most < math.inf:
         rule = f"must be an integer from {least} to {most}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not _is_number(value, Integral):
         raise InvalidType(rule, owner, name, got=short_repr(value))
     if not least <= value <= most:
         raise InvalidValue(rule, owner, name, got=short_repr(value))
     return int(value)  # a number of NumPy becomes one of Python, because checkpoints cannot hold NumPy's types
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Whether a value is a number of this kind, of Python or NumPy; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_counts(name: str, values: Sequence[int], *, owner: str = "") -> tuple[int, ...]:

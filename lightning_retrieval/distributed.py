@@ -51,10 +51,7 @@ def kept_rows(values: Tensor) -> Tensor:
 
 def kept_integers(values: Tensor) -> Tensor:
     """A few integers for each row of a batch, as int64; always a copy, see `kept_rows`."""
-    integers = values.detach().long()
-    if values.dtype == torch.int64:
-        return integers.clone()  # `.long()` has copied nothing
-    return integers
+    return values.detach().to(torch.int64, copy=True)
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
@@ -279,20 +276,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
-    """Whether a child may wait forever if this version of Python forks while another thread registers with Python.
-
-    This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
-    loader that starts its workers soon after a collective operation may never get its first batch.
-    """
-    return (major, minor) == (3, 11) and micro < 10
-
-
 def pause_before_fork() -> None:
     """If there are several processes, give the threads of the process group time to register with Python."""
     if world_size() > 1:
         time.sleep(0.05)
 
 
-if fork_may_deadlock(*sys.version_info[:3]) and hasattr(os, "register_at_fork"):
+# A child may wait forever if one of these versions of Python forks while another thread registers with Python (issue
+# 112275 of CPython). The threads of the gloo backend register after each collective operation. So a data loader that
+# starts its workers soon after a collective operation may never get its first batch.
+FORK_MAY_DEADLOCK = sys.version_info < (3, 11, 10)
+if FORK_MAY_DEADLOCK and hasattr(os, "register_at_fork"):
     os.register_at_fork(before=pause_before_fork)

@@ -28,10 +28,8 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
 LOCK = "lock"
 HELD = ".held"  # suffix of the file that is there while a lock is held on Windows
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-READ_BYTES = 1 << 20  # bytes read at a time
-# What keeps a user from writing to a place, whatever is written: a full disk, or missing rights.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Errors that do not depend on what is written: the disk is full, or the user may not write there.
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 # Matches absolute paths of any system, and paths with a part `..`.
 _OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 # Matches relative paths that are, on Windows, on another drive, or that of a device.
@@ -325,11 +323,8 @@ def is_system_error(error: BaseException) -> bool:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, which is not read into memory as a whole."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while data := stream.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class DigestStream:
@@ -375,22 +370,19 @@ def write_verified(path: Path, write: Callable[[DigestStream], object]) -> str:
     Raises:
         OSError: if the file cannot be written completely.
     """
-    digest = None
-    try:
-        with new_file(path) as file:
-            digest = DigestStream(file)
-            write(digest)
-            file.flush()
-            temporary = Path(file.name)
-            flush(temporary)
-            if file_digest(temporary) != digest.hexdigest():
-                raise OSError("not all of it has reached the disk")
-    except (OSError, RuntimeError) as error:
-        cause: BaseException = error
-        if digest is not None and digest.error is not None:
-            cause = digest.error
-        raise not_written(path, cause) from None
-    return digest.hexdigest()
+    with writing(path), new_file(path) as file:
+        stream = DigestStream(file)
+        try:
+            write(stream)
+        finally:
+            if stream.error is not None:
+                raise stream.error
+        file.flush()
+        temporary = Path(file.name)
+        flush(temporary)
+        if file_digest(temporary) != stream.hexdigest():
+            raise OSError("not all of it has reached the disk")
+    return stream.hexdigest()
 
 
 @dataclass(frozen=True)

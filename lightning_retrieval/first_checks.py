@@ -25,12 +25,8 @@ def is_local_file(weights: str | None) -> bool:
 
 def check_weights_exist(weights: Path) -> None:
     """Raise unless there is a file of weights."""
-    if weights.is_file():
-        return
-    what = "does not exist"
-    if weights.exists():
-        what = "is no file"
-    raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which {what}")
+    if not weights.is_file():
+        raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which is not a file")
 
 
 def check_images_exist(folder: Path) -> None:

@@ -44,22 +44,19 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
 from lightning_retrieval.cli.invalid_values import invalid_value
-from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
+from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.command_line import command_line_message, null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
-from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
+from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
 from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
-    FORMAT,
     INSTALLED,
-    accepted_arguments,
+    KWARGS,
     add_named_packages,
     constructor_parameters,
     is_variadic,
     load_function,
-    named_values,
-    upgraded,
 )
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
@@ -137,30 +134,10 @@ def _of_this_backend(args: Sequence[str]) -> list[str]:
     return changed
 
 
-MOST_VALUES = 100_000  # in a config or an option
-OPTIONS_OF_RUN = {"ckpt_path", "data", "model", "seed_everything", "trainer"}  # in each config that a run has saved
-
-
 def _load_config(text: str) -> Any:
     """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
-    value = get_loader("yaml")(text)
-    for number, _ in enumerate(named_values("config", value), 1):
-        if number > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
-            raise yaml.YAMLError(f"aliases make it longer than {MOST_VALUES:,} values")
-    value = of_this_backend(value)
-    is_of_run = isinstance(value, dict) and value.keys() >= OPTIONS_OF_RUN
-    if is_of_run and format_of_config(text) < FORMAT:
-        value["model"] = _upgraded(value["model"])
-    return value
-
-
-def _upgraded(model: Any) -> Any:
-    """The model in the config of a run of format 1, with its present arguments."""
-    try:
-        accepted = accepted_arguments(load_function("model", model["class_path"]))
-        return {**model, "init_args": upgraded(model["init_args"], accepted)}
-    except (AttributeError, KeyError, TypeError, ValueError):  # jsonargparse says what is wrong
-        return model
+    check_format(text)
+    return of_this_backend(get_loader("yaml")(text))
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
@@ -318,6 +295,7 @@ class RetrievalCLI(LightningCLI):
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
+        settings.pop(KWARGS, None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
         given = self.config[subcommand].model.as_dict()
         if subcommand != "fit":  # an evaluation uses no others
@@ -422,7 +400,7 @@ class RetrievalCLI(LightningCLI):
                     self.parser.error(str(error))
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
-                if error.errno in (*NO_SPACE, *NOT_PERMITTED):
+                if error.errno in NOT_WRITABLE:
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
                 raise
 

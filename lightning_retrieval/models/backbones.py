@@ -26,7 +26,7 @@ from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import build_timm
 from lightning_retrieval.models.torchvision_backbones import build_torchvision
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
+from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.preparation.preparation import Preparation
 
 MOST_CHANNELS = 1024
@@ -104,7 +104,6 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
     """
     if is_rebuilding():
         check_plain_data("backbone_args", dict(request.arguments))
-        check_integers_of_file("backbone_args", request.arguments)
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net

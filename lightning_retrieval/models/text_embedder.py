@@ -19,7 +19,7 @@ from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_lo
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
+from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 NGRAM_NET = "ngram_net"
@@ -286,7 +286,6 @@ class TextEmbedder(nn.Module):
         with reported_as("TextEmbedder"):
             if is_rebuilding():
                 check_plain_data("backbone_args", self.backbone_args)
-                check_integers_of_file("backbone_args", self.backbone_args)
             if name == NGRAM_NET:
                 self._build_ngram_net()
             elif name.startswith(HUGGING_FACE):

@@ -223,7 +223,7 @@ class Preparation:
         """The settings as plain data, which checkpoints, JSON and YAML can hold; `fill` only with `resize="fit"`."""
         settings = {}
         for field in fields(self):
-            if field.name == "fill" and self.resize != FIT:  # records of earlier versions do not have it
+            if field.name == "fill" and self.resize != FIT:  # nothing is padded
                 continue
             value = getattr(self, field.name)
             settings[field.name] = list(value) if isinstance(value, tuple) else value

@@ -13,15 +13,13 @@
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checkpoints import (
     INSTANTIATORS,
@@ -40,15 +38,12 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
+from lightning_retrieval.models.limits import BASE_WEIGHTS
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
-from lightning_retrieval.plain_data import checked_settings, class_path, describe, format_of
+from lightning_retrieval.plain_data import arguments_of_file, check_format, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
-from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
-from lightning_retrieval.training.memory import CrossBatchMemory
-from lightning_retrieval.training.optimizers import Updates
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
@@ -216,12 +211,10 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     if settings is None:
         return None
     rename_plainly_in(checkpoint)
-    of_format = format_of(checkpoint)
-    checked_settings(TrainingObjects, settings, of_format=of_format)
-    checked = checked_settings(RetrievalNetwork, settings, of_format=of_format)
-    # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(weights_of(checkpoint)):
-        network = RetrievalNetwork(**checked.arguments())
+    check_format(checkpoint)
+    used = arguments_of_file(RetrievalNetwork, settings)
+    with without_pretrained_weights():  # they would be downloaded, only to be replaced
+        network = RetrievalNetwork(**used)
     add_base_weights(network, checkpoint)
     load_preparations(network, checkpoint)
     state = copy.copy(checkpoint["state_dict"])  # copies also `_metadata`
@@ -392,24 +385,3 @@ def _full_on_first(_: str, tensor: Any) -> Any:
     if rank() > 0:
         return full.new_empty(0)
     return full.cpu()
-
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """The other arguments of a `RetrievalModule` that are objects. In a checkpoint they are checked, but not built.
-
-    Args:
-        loss: as for `RetrievalModule`, like the other arguments.
-        optimizer: creates the optimizer.
-        lr_scheduler: creates the scheduler, or None.
-        memory: past batches, or None.
-        relevance: rule of relevance, or None.
-        updates: clipping and learning rates of parts, or None.
-    """
-
-    loss: nn.Module
-    optimizer: Callable[[Iterable[Any]], Optimizer]
-    lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
-    memory: CrossBatchMemory | None
-    relevance: Relevance | None
-    updates: Updates | None

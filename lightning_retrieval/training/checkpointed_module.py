@@ -4,6 +4,7 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
+import inspect
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -36,7 +37,15 @@ from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
-from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
+from lightning_retrieval.plain_data import (
+    FORMAT,
+    FORMAT_KEY,
+    KWARGS,
+    check_format,
+    describe,
+    unsharded_class,
+    without_sources,
+)
 from lightning_retrieval.training import checkpoint_files
 from lightning_retrieval.training.restored_states import (
     is_checkpoint_of,
@@ -157,12 +166,13 @@ class CheckpointedModule(pl.LightningModule):
         super().__init__()
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
-        """Save the arguments of a constructor as hyperparameters, in the form of plain values.
+        """Save the arguments of all constructors of this object as hyperparameters, in the form of plain values.
 
         Args:
             objects: the arguments that are objects. They are saved as class path and arguments.
-            frame: stack frame of the constructor.
+            frame: stack frame of the constructor that has them.
         """
+        kwargs = _names_of_kwargs(self, frame)
         self.save_hyperparameters(ignore=list(objects), frame=frame)
         if "_instantiator" in self.hparams:  # LightningCLI: the config, already plain values
             self.save_hyperparameters(frame=frame)
@@ -171,7 +181,7 @@ class CheckpointedModule(pl.LightningModule):
         # comparison fails for an array, and a metric equals anything. Above the outermost frame, there is no frame.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
-        self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
+        self.save_hyperparameters(describe({**self.hparams, **objects, **kwargs}), frame=frame)
 
     def _set_trainer(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -234,6 +244,7 @@ class CheckpointedModule(pl.LightningModule):
 
         Lightning would convert it after the weights are loaded.
         """
+        check_format(checkpoint)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
@@ -256,6 +267,31 @@ class CheckpointedModule(pl.LightningModule):
             described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
             complete = _with_complete_parts(described, self)
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = without_sources(complete)
+
+
+def _names_of_kwargs(module: Any, frame: Any) -> dict[str, list[str]]:
+    """The hyperparameter with the names that the caller of the outermost constructor has given to its `**kwargs`.
+
+    A subclass may pass other arguments of the base class itself, which loading must not give to its `**kwargs`. Without
+    `**kwargs`, or with `*args`, whose names are unknown, there is no such hyperparameter.
+
+    Args:
+        module: the object that is constructed.
+        frame: stack frame of one of its constructors.
+    """
+    while _is_constructor_of(module, frame.f_back):
+        frame = frame.f_back
+    arguments = inspect.getargvalues(frame)
+    if arguments.keywords is None or arguments.varargs is not None:
+        return {}
+    return {KWARGS: list(arguments.locals[arguments.keywords])}
+
+
+def _is_constructor_of(module: Any, frame: Any) -> bool:
+    """Whether a stack frame is that of a constructor of an object."""
+    if frame is None or frame.f_code.co_name != "__init__" or not frame.f_code.co_varnames:
+        return False
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) is module
 
 
 def _with_complete_parts(arguments: dict[str, Any], module: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
     return {side: _check_one_size(f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
 
 
-def _check_one_size(name: str, size: Any) -> ChunkSize:
+def _check_one_size(name: str, size: ChunkSize) -> ChunkSize:
     if size is None or size == "auto":
         return size
     return check_integer(name, size, least=1)

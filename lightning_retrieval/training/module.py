@@ -71,9 +71,8 @@ class RetrievalModule(ManualTraining):
 
     In a subclass, `forward`, `unpack_batch`, `embed` and `configure_optimizers` may be overridden.
     Checkpoints store the constructor arguments of a subclass as plain values (numbers, strings, lists, dicts); pass any
-    other arguments to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must list its
-    arguments instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes those that the
-    constructor accepts.
+    other arguments to `load_from_checkpoint` again. For `**kwargs`, a checkpoint records which arguments the caller has
+    given, so a subclass can build its own embedder and loss and pass on the rest.
 
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.

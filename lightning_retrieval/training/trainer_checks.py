@@ -199,8 +199,8 @@ def warn_of_equal_rates(module: Any) -> None:
         rank_zero_warn(
             f"{type(module).__name__}: the learning rates of the parameter groups must differ by {', '.join(factors)}, "
             f"but its `configure_optimizers` gives all of them {rates.pop():.3g}, perhaps by a scheduler that sets the "
-            "rates itself, such as OneCycleLR; give the scheduler a list with a rate for each group, give it to the "
-            "module as `lr_scheduler`, which multiplies its rates, or leave the factors out."
+            "rates itself, such as OneCycleLR; give the scheduler a list with a rate for each group, or leave the "
+            "factors out."
         )
 
 

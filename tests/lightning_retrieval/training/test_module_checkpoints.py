@@ -220,6 +220,52 @@ def test_a_short_subclass_with_an_argument_of_its_own(tmp_path):
     assert torch.equal(again.eval()(images), module.eval()(images))
 
 
+class OwnParts(RetrievalModule):
+    """Builds its own embedder and loss, and passes all other arguments on."""
+
+    def __init__(self, dim=8, **kwargs):
+        super().__init__(Embedder("glyph_net", dim), SmoothAPLoss(tau=0.1), **kwargs)
+
+
+class OwnDimension(OwnParts):
+    """Also gives an argument of `OwnParts` itself."""
+
+    def __init__(self, factor=1.0, **kwargs):
+        super().__init__(4, **kwargs)
+        self.factor = factor
+
+
+class AnyArguments(RetrievalModule):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+GIVEN = {"chunk_size": 8, "optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        OwnParts(),
+        OwnParts(16, **GIVEN),
+        OwnDimension(factor=2.0, **GIVEN),
+        AnyArguments(Embedder("glyph_net", 8), SmoothAPLoss(), **GIVEN),
+    ],
+    ids=["nothing", "some", "a subclass of it", "positional"],
+)
+def test_a_subclass_gets_the_arguments_again_that_it_has_passed_on(tmp_path, module):
+    """Also a second time, and with other ones."""
+    images, path = torch.rand(3, 1, 32, 32), saved(copy.deepcopy(module), tmp_path / "first.ckpt")
+    again = type(module).load_from_checkpoint(path, weights_only=True)
+    assert dict(again.hparams) == dict(module.hparams)
+    assert (again.chunk_size, getattr(again, "factor", 1)) == (module.chunk_size, getattr(module, "factor", 1))
+    assert getattr(again.optimizer, "keywords", {}) == getattr(module.optimizer, "keywords", {})
+    second = type(module).load_from_checkpoint(saved(again, tmp_path / "second.ckpt"), keep_graphs=2, weights_only=True)
+    assert (second.chunk_size, second.keep_graphs) == (module.chunk_size, 2)
+    assert torch.equal(second.eval()(images), again.eval()(images))
+    assert restored_network(torch.load(path, weights_only=True)) is not None  # for the commands
+
+
 def test_what_cannot_be_described_is_passed_again(tmp_path):
     settings = {"embedder": net(), "loss": Gives(), "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.5)}
     module, run = RetrievalModule(**copy.deepcopy(settings)), trainer()
@@ -236,6 +282,18 @@ class Saves(RetrievalModule):
     def __init__(self, embedder: nn.Module, loss: nn.Module, extra: object = None) -> None:
         super().__init__(embedder, loss)
         self.save_hyperparameters(ignore=["embedder", "loss"])
+
+
+@pytest.mark.refusal
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    path = saved(OwnParts(), tmp_path / "m.ckpt")
+    torch.save({**torch.load(path, weights_only=True), "lightning_retrieval_format": 7}, path)
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        OwnParts.load_from_checkpoint(path)
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        restored_network(torch.load(path, weights_only=True))
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        run_from(path, OwnParts())
 
 
 def test_a_subclass_that_saves_its_hyperparameters_itself_writes_plain_checkpoints(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.plugins import MixedPrecision
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -448,6 +449,14 @@ def sliced():
 def test_sparse_gradients_parameters_of_16_bits_and_slices_have_no_fused_update(make):
     module = RetrievalModule(make(), SmoothAPLoss(tau=0.1))
     assert not module.configure_optimizers().defaults["fused"]
+
+
+def test_the_default_optimizer_is_not_fused_if_losses_are_scaled():
+    """Lightning would not unscale its gradients before they are clipped."""
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    module = RetrievalModule(net().float(), SmoothAPLoss(tau=0.1), updates=Updates(gradient_clip_val=1.0))
+    run = fit(module, [(images.float(), labels) for images, labels in batches()], plugins=scaled)
+    assert not run.optimizers[0].defaults["fused"]
 
 
 class OwnOptimizer(RetrievalModule):
