@@ -174,6 +174,7 @@ def write_checkpoint(path: Path, content: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
             torch.save(content, file)
+            file.flush()
             if path.is_dir() and holds_checkpoint(path):
                 remove_sharded_checkpoint(path)
 
@@ -404,7 +405,7 @@ def check_checkpoint_exists(name: str, checkpoint: Any) -> None:
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        ValueError: if the path is empty, or is a folder that is not a sharded checkpoint.
+        ValueError: if the path is empty.
         TypeError: if the value is neither a path nor a stream.
     """
     is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
@@ -412,8 +413,6 @@ def check_checkpoint_exists(name: str, checkpoint: Any) -> None:
     if is_stream or is_address:
         return
     path = check_path(name, checkpoint)
-    if path.is_dir() and not is_sharded_checkpoint(path):
-        raise InvalidValue("must be the path of a checkpoint", argument=name, got=f"the folder {path}")
     if not path.exists():
         raise MissingFile("must be the path of a checkpoint", argument=name, got=f"{path}, which does not exist")
 
