@@ -67,9 +67,7 @@ class Diary(pl.Callback, DummyLogger):
 
 
 def without_times(metrics):
-    return {
-        name: float(value) for name, value in metrics.items() if name not in ("train/images/s", "train/loader_wait")
-    }
+    return {name: float(value) for name, value in metrics.items() if name != "train/images/s"}
 
 
 class EndIn(pl.Callback):

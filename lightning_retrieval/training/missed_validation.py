@@ -29,7 +29,7 @@ class MissedValidation(pl.Callback):
     def install(cls, trainer: Any) -> None:
         """Add the callback to a Trainer that has none."""
         if not any(isinstance(callback, cls) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, cls())
+            trainer.callbacks.append(cls())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """If the validation after the current step is missing, write the position at which it begins."""

@@ -40,5 +40,4 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
         rows = list(csv.DictReader(file))
     for row in rows:
         row.pop("train/images/s", None)
-        row.pop("train/loader_wait", None)
     return rows
