@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import (
-    check_bool,
     check_byte_order,
     check_instance,
     check_integer,
@@ -370,32 +369,25 @@ class RetrievalDataLoader(DataLoader[Any]):
             self._rank_sampler.next_batch += 1
             yield batch
 
-    def check_first_batch(
-        self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True, side: Side | None = None
-    ) -> None:
+    def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, side: Side | None = None) -> None:
         """Compare the first batch of the latest iteration with the images that the sampler drew.
 
         `RetrievalModule` calls this method.
 
         Args:
-            labels: labels of the batch, of shape (batch,) or (batch, levels).
-            ids: ids of the batch, of shape (batch,), or None.
-            gathered: whether the labels and ids are of the whole global batch, or only of this process's shard.
+            labels: labels of the global batch, of shape (batch,) or (batch, levels).
+            ids: ids of the global batch, of shape (batch,), or None.
             side: the side of the batch that the labels and ids are of; None for a batch without sides.
 
         Raises:
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
                 cause a warning if the sampler's `draws_classes` is False.
         """
-        check_bool("gathered", gathered, owner=type(self).__name__)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
         section = sampler.sections(drawn).get(side)
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides
             return
-        shard, shards = 0, 1
-        if not gathered:
-            shard, shards = rank(), world_size()
-        drawn = [drawn[position] for position in shard_positions([section], shard, shards)]
+        drawn = drawn[section.begin : section.end]
         if ids is not None:
             _check_ids(sampler, [index - section.first_index for index in drawn], ids.tolist())
             ids = ids + section.first_index

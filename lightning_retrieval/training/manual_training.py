@@ -29,6 +29,7 @@ from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.first_steps import check_filled, check_start, check_trainer, keeps_parameters
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.loader_wait import LoaderWait
 from lightning_retrieval.training.optimizers import (
@@ -41,14 +42,6 @@ from lightning_retrieval.training.optimizers import (
 from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
-from lightning_retrieval.training.trainer_checks import (
-    check_draws_images,
-    check_filled,
-    check_samplers,
-    check_trainer,
-    keeps_parameters,
-    warn_of_half_parameters,
-)
 
 DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
 
@@ -117,10 +110,6 @@ class OptimizedModule(CheckpointedModule):
         self._epoch_of_check = None
         self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
-
-    def on_train_start(self) -> None:
-        """Raise if all of several processes would draw the same batches."""
-        check_samplers(self.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
@@ -362,7 +351,7 @@ class ManualTraining(OptimizedModule):
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         strategy = self.trainer.strategy
-        check_trainer(self.trainer)
+        check_trainer(self)
         strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
@@ -377,16 +366,11 @@ class ManualTraining(OptimizedModule):
 
     @owned
     def on_train_start(self) -> None:
-        """Raise if weights are missing, a loader or scheduler cannot be used, or a plateau gets no validation.
-
-        Warn of parameters of 16 bits.
-        """
+        """Check the run with `check_start`; raise if a scheduler cannot be used, or a plateau gets no validation."""
         super().on_train_start()
         self._first_epoch = self.current_epoch
-        check_filled(self)
-        warn_of_half_parameters(self)
+        check_start(self, steps_of_run(self.trainer))
         trainer: Any = self.trainer
-        check_draws_images(trainer)
         check_optimizer_states(trainer.optimizers)
         check_links(trainer.callbacks)
         for config in trainer.lr_scheduler_configs:

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
-from lightning_retrieval.losses.third_party import check_references
+from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.third_party import as_batch_loss, check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
 from lightning_retrieval.models.sides import Side, TwoSides
@@ -25,7 +26,7 @@ from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
 from lightning_retrieval.training.chunk_size import check_chunk_size
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.equal_batches import EqualBatches
+from lightning_retrieval.training.first_steps import check_first_batch
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -34,10 +35,10 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run, steps_of_run
+from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import FrozenBackbone, Updates, check_backbone, trainable_parameters
-from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
+from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
     EmbeddedSide,
     Unpacked,
@@ -58,17 +59,6 @@ from lightning_retrieval.training.step import (
     LocalRows,
     TrainingStep,
     gather_labels,
-)
-from lightning_retrieval.training.trainer_checks import (
-    adapt_loss,
-    check_first_batch,
-    check_memory_start,
-    check_processes,
-    check_relevance,
-    check_schedule,
-    first_drawn,
-    has_distributed_samplers,
-    warn_of_equal_rates,
 )
 
 FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
@@ -170,7 +160,7 @@ class RetrievalModule(ManualTraining):
         self._keep_hyperparameters(objects, inspect.currentframe())
         with owned_by(type(self).__name__):
             self.embedder = rebuild("embedder", embedder, nn.Module)
-            self.loss = adapt_loss(rebuild("loss", loss, nn.Module))
+            self.loss = as_batch_loss(rebuild("loss", loss, nn.Module))
             self.sides = TwoSides() if sides is None else rebuild("sides", sides, TwoSides)
             self._set_query_embedder()
             self._set_optimizer(
@@ -182,7 +172,7 @@ class RetrievalModule(ManualTraining):
             )
             self.memory = None if memory is None else rebuild("memory", memory, CrossBatchMemory)
             self._check_memory()
-            self.relevance = check_relevance(self.loss, relevance)
+            self._set_relevance(relevance)
             self.whitening = None if whitening is None else rebuild("whitening", whitening, Whitening)
             self.eval_scales = check_scales("eval_scales", eval_scales)
             self.eval_scales_pooling = check_choice("eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
@@ -223,6 +213,16 @@ class RetrievalModule(ManualTraining):
                 got="an `embedder` to train",
                 cure="give another mode, directions='both' or frozen_side='candidates'",
             )
+
+    def _set_relevance(self, relevance: Any) -> None:
+        """Store the rule of relevance; raise if a term of the loss cannot follow it."""
+        self.relevance: Relevance | None = None
+        if relevance is None:
+            return
+        self.relevance = rebuild("relevance", relevance, Relevance)  # type: ignore[type-abstract]
+        for part in self.loss.modules():
+            if isinstance(part, BatchLoss):
+                part.check_relevance(self.relevance)
 
     def _set_frozen_backbones(self) -> None:
         """Prepare to freeze the backbone of each network in the first epochs."""
@@ -339,18 +339,10 @@ class RetrievalModule(ManualTraining):
             shard_blocks(network, mesh)
 
     def on_train_start(self) -> None:
-        """Check that the memory's warm-up can end, and that the run has an end if weights of the loss depend on it.
-
-        Freeze the backbone if `freeze_backbone_epochs` are not over.
-        """
+        """Freeze the backbone if `freeze_backbone_epochs` are not over."""
         super().on_train_start()
-        check_memory_start(self, steps_of_run(self.trainer))
-        check_schedule(self, steps_of_run(self.trainer))
-        if type(self).configure_optimizers is not RetrievalModule.configure_optimizers:
-            warn_of_equal_rates(self)
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
-        report_resumed_phase(self, self._fraction, fraction_of_run(self.trainer))
         self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
@@ -401,7 +393,7 @@ class RetrievalModule(ManualTraining):
                 queries, candidates = sides
                 part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)
         if self._is_first_step:
-            self._finish_first_step(step, sides, batches)
+            self._finish_first_step(step, sides)
         logged = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
@@ -410,15 +402,11 @@ class RetrievalModule(ManualTraining):
         return logged["train/loss"]
 
     def _begin_first_step(self) -> None:
-        """Find out what the steps of a run share, and check the settings that do not work with several processes."""
+        """Find out what the steps of a run share."""
         self._sharded: ShardedParts | None = None
         if sharded_modules(self):
             self._sharded = ShardedParts(self)
-        check_processes(self)
         self._dimensions = Dimensions()
-        self._equal_batches = EqualBatches(
-            first_drawn(self.trainer), may_repeat_labels=has_distributed_samplers(self.trainer)
-        )
 
     def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
         """The step of a batch, before its images are embedded. Gathers the labels and ids of all processes.
@@ -427,20 +415,16 @@ class RetrievalModule(ManualTraining):
             batches: the batch of each side, as the loader yields it.
             unpacked: inputs, labels and ids of each side.
         """
-        sides, check_rows = [], None
+        sides = []
         for batch, (inputs, labels, ids) in zip(batches, unpacked):
             columns = labels
             if self.relevance is not None:
                 columns = self.relevance.columns(labels, batch)
             sides.append(LocalRows(columns, ids, inputs=inputs))
-        gather = self.gather is not False
-        if self._equal_batches.is_done:
-            gathered = gather_labels(sides, gather=gather)
-        else:
-            gathered = self._equal_batches.gather_labels(sides, gather=gather)
+        gathered = gather_labels(sides, gather=self.gather is not False)
         if self._is_first_step:
-            check_rows = functools.partial(check_first_batch, self, [labels for _, labels, _ in unpacked], gathered)
-        return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions, check_rows)
+            check_first_batch(self, unpacked, gathered)
+        return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions)
 
     def _advance_fraction(self) -> float:
         """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""
@@ -459,9 +443,9 @@ class RetrievalModule(ManualTraining):
         fraction = checkpoint.get(FRACTION, 0.0)
         self._fraction = check_finite_number(FRACTION, fraction, least=0, most=1, owner=type(self).__name__)
 
-    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide], batches: Sequence[Any]) -> None:
+    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide]) -> None:
         """Log the report on the first step of a run."""
-        report_first_step(self, step, sides, batches)
+        report_first_step(self, step, [side.chunk_size for side in sides])
         record_preparation(self)
         self._is_first_step = False
 

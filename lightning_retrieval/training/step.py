@@ -174,7 +174,7 @@ class _Forms(NamedTuple):
     hash_of_batch: Int[Tensor, " world"]
 
 
-def are_integers(rows: LocalRows) -> bool:
+def are_integers(rows: Rows) -> bool:
     """Whether labels are integers of shape (rows,) or (rows, levels), and any ids are integers of shape (rows,)."""
     labels, ids = rows.labels, rows.ids
     if not is_integer(labels) or labels.ndim not in (1, 2):
