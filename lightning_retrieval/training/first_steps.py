@@ -297,7 +297,7 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
         return  # the loss raises
     loader = module.trainer.train_dataloader
     if world_size() > 1:
-        _check_parts(unpacked[0], rows[0].counts, CombinedLoader(loader, "sequential").flattened)
+        _check_parts(unpacked, rows[0].counts, CombinedLoader(loader, "sequential").flattened)
     names: Sequence[Any] = SIDES
     if len(rows) == 1:
         names = [None]
@@ -313,25 +313,28 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
             _warn_of_one_label(module, finest(labels))
 
 
-def _check_parts(unpacked: Unpacked, counts: Sequence[int], loaders: Sequence[Any]) -> None:
+def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: Sequence[Any]) -> None:
     """Raise if processes have the same rows, or parts of different global batches.
 
     Random transforms may have changed the inputs of equal images. So equal labels without ids cause a warning, unless
     the loaders are known to give each process other images.
 
     Args:
-        unpacked: inputs, labels and ids of this process: of the images, or of the queries.
-        counts: number of rows of each process.
+        unpacked: as for `check_first_batch`.
+        counts: number of images, or of queries, of each process.
         loaders: the loaders of training batches.
     """
-    inputs, labels, ids = unpacked
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
     drawn = [getattr(sampler, "first_drawn", None) for sampler in samplers]
-    own = [zlib.crc32(repr(drawn).encode()), _checksum(labels), _checksum(inputs if ids is None else ids)]
-    processes = to_host(gather_rows(torch.tensor([own], device=labels.device), [1] * world_size()))
-    of_draws, of_labels, of_rows = processes.unbind(1)
+    of_labels, of_rows = 0, 0
+    for inputs, labels, ids in unpacked:
+        of_labels = _checksum(labels, of_labels)
+        of_rows = _checksum(inputs if ids is None else ids, _checksum(labels, of_rows))
+    own = [[zlib.crc32(repr(drawn).encode()), of_labels, of_rows]]
+    processes = to_host(gather_rows(torch.tensor(own, device=labels.device), [1] * world_size()))
+    draws, label_lists, row_lists = [len(column.unique()) for column in processes.unbind(1)]  # of different ones
     if None not in drawn:  # each process takes its part of what RetrievalDataLoader draws
-        if len(of_draws.unique()) > 1:
+        if draws > 1:
             rule = "all processes must draw the same global batches, of which each takes its part"
             cure = "give the sampler the same labels and the same `seed` in all processes"
             raise InvalidValue(rule, "RetrievalDataLoader", got="different first batches", cure=cure)
@@ -340,19 +343,20 @@ def _check_parts(unpacked: Unpacked, counts: Sequence[int], loaders: Sequence[An
     cure = (
         "use RetrievalDataLoader(dataset, PKSampler(...)), or let the data set return the index of each image as its id"
     )
-    if min(counts) >= LEAST_ROWS and len(of_rows.unique()) < world_size():
+    if min(counts) >= LEAST_ROWS and row_lists < world_size():
         got = "the same rows on several ranks, so that each image would be a positive of its own copy"
         raise InvalidValue(rule, got=got, cure=cure)
     may_repeat = ids is not None or all(isinstance(sampler, DistributedSampler) for sampler in samplers)
-    if not may_repeat and len(of_labels.unique()) < world_size() and len(labels.unique()) >= LEAST_LABELS:
+    if not may_repeat and label_lists < world_size() and len(labels.unique()) >= LEAST_LABELS:
         rank_zero_warn(
             f"RetrievalModule: {rule}, got the same labels on several ranks; if their images are the same but for "
             f"random transforms, each would be a positive of its own copy: {cure}."
         )
 
 
-def _checksum(values: Tensor) -> int:
-    return zlib.crc32(to_host(values).contiguous().flatten().view(torch.uint8).numpy().data)
+def _checksum(values: Tensor, before: int) -> int:
+    """The checksum of a tensor that follows others, which have the checksum `before`."""
+    return zlib.crc32(to_host(values).contiguous().flatten().view(torch.uint8).numpy().data, before)
 
 
 def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
