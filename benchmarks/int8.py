@@ -45,7 +45,7 @@ def train(embedder: Embedder, steps: int, data: Glyphs, checkpoint: Path) -> Non
     module = RetrievalModule(
         embedder,
         SmoothAPLoss(),
-        optimizer=partial(torch.optim.AdamW, lr=0.002),
+        optimizer=partial(torch.optim.AdamW, lr=0.002, fused=True),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
         updates=Updates(gradient_clip_val=1.0),

@@ -47,7 +47,7 @@ def trained(loss: nn.Module, steps: int, data: Glyphs, device: str) -> Retrieval
     module = RetrievalModule(
         Embedder("glyph_net", DIM),
         loss,
-        optimizer=partial(torch.optim.AdamW, lr=0.002),
+        optimizer=partial(torch.optim.AdamW, lr=0.002, fused=True),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
         updates=Updates(gradient_clip_val=1.0),

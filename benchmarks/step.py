@@ -40,7 +40,7 @@ from timing import Timing, arguments, environment, report, run_processes
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
 from lightning_retrieval.training import module as module_of_library
-from lightning_retrieval.training.step import TrainingStep
+from lightning_retrieval.training.batch import GlobalBatch
 
 PARTS = ("reading", "preparing", "embedding", "loss", "communication", "rest")
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -151,8 +151,8 @@ def waits(collective: Callable[..., Any]) -> Callable[..., Any]:
 def timed_library(clock: PartClock) -> Iterator[None]:
     """Let the clock measure the passes of the network and of the loss, and the collective operations."""
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (module_of_library, "chunked_backward", clock.timed("embedding", module_of_library.chunked_backward)),
-        (TrainingStep, "loss", clock.timed("loss", TrainingStep.loss)),
+        (module_of_library, "sides_backward", clock.timed("embedding", module_of_library.sides_backward)),
+        (GlobalBatch, "loss", clock.timed("loss", GlobalBatch.loss)),
         (RetrievalModule, "manual_backward", clock.timed("loss", RetrievalModule.manual_backward)),
     ]
     for name in COLLECTIVES:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import (
     CSVLogger,
     ExperimentWriter,
@@ -20,7 +19,7 @@ from lightning_retrieval.backend import (
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import gather_objects
-from lightning_retrieval.files import check_regular_file, new_file, writing
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 
 
@@ -89,7 +88,6 @@ class ResumableCSVLogger(CSVLogger):
 
     Raises:
         ValueError: if `folder` is empty, or the path of a file.
-        TypeError: if `folder` is not a path, or `prefix` not a string.
 
     Example:
         >>> from lightning_retrieval.callbacks import ResumableCSVLogger
@@ -106,7 +104,6 @@ class ResumableCSVLogger(CSVLogger):
         path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
-        checked(self, prefix=prefix)
         super().__init__(path.parent, name="", version=path.name, prefix=prefix, flush_logs_every_n_steps=1)
 
     @property
@@ -145,8 +142,6 @@ class _ContinuedFile(ExperimentWriter):
         self._file = Path(self.metrics_file_path)
         self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
         self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
-        with owned_by("ResumableCSVLogger"):
-            check_regular_file(self._file)
         if self._file.exists():
             self._read_earlier()
 

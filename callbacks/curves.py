@@ -283,7 +283,6 @@ class TrainingCurve(Callback):
 
     Raises:
         ValueError: if the metric has not been logged by the end of a validation.
-        TypeError: if `metric` is not a string.
 
     Example:
         >>> from lightning_retrieval.callbacks import TrainingCurve
@@ -292,7 +291,7 @@ class TrainingCurve(Callback):
     """
 
     def __init__(self, metric: str = "val/mAP") -> None:
-        self.metric = checked(self, metric=metric)
+        self.metric = metric
         self.points: list[list[float]] = []  # (step, metric)
         self.losses: list[list[float]] = []  # (step, loss)
 

@@ -32,7 +32,6 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     set_prefixes,
     what_is_lost,
 )
-from lightning_retrieval.checks import check_bool
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
@@ -229,8 +228,7 @@ class RetrievalEvaluation(Callback):
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, `dims` does not ascend, or
             `before_fit` is set without a test set; in an evaluation, if one of `dims` is larger than the dimension of
             the embeddings.
-        TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` is not callable; in an
-            evaluation, if the module's step does not return `embeddings` and `labels`.
+        TypeError: in an evaluation, if the module's step does not return `embeddings` and `labels`.
 
     Example:
         >>> import pytorch_lightning as pl
@@ -263,7 +261,7 @@ class RetrievalEvaluation(Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
-        self.before_fit = check_bool("before_fit", before_fit, owner="RetrievalEvaluation")
+        self.before_fit = before_fit
         try:  # so that invalid settings raise before the first epoch
             metrics = RetrievalMetrics(
                 DEFAULT_KS if ks is None else ks,

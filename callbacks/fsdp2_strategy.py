@@ -50,7 +50,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         owner = type(self).__name__
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
         self.shard_size = checked(self, shard_size=shard_size)
-        self.sharded_checkpoints = checked(self, sharded_checkpoints=sharded_checkpoints)
+        self.sharded_checkpoints = sharded_checkpoints
         if sharded_checkpoints:
             with owned_by(owner):
                 check_can_be_sharded()

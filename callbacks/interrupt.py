@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import pl, rank_zero_info
 
 INTERRUPTED = "last-interrupted.ckpt"
@@ -37,9 +36,6 @@ class CheckpointOnInterrupt(pl.Callback):
     Args:
         option: the command-line option that continues from the checkpoint. The final message shows this option.
 
-    Raises:
-        TypeError: if `option` is not a string.
-
     Example:
         >>> import pytorch_lightning as pl
         >>> from lightning_retrieval.callbacks import CheckpointOnInterrupt
@@ -53,7 +49,7 @@ class CheckpointOnInterrupt(pl.Callback):
     seconds_between_reads = 1.0  # the least time between two reads of the store by one process
 
     def __init__(self, option: str = "--ckpt_path last") -> None:
-        self.option = checked(self, option=option)
+        self.option = option
         self._requested = False
         self._in_step = False
         self._steps = 0  # number of steps completed in this run

@@ -8,11 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_retrieval.arguments import Rule, Several, checked
+from lightning_retrieval.arguments import Several, checked, numbers
 from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info, rank_zero_warn
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import log_without_sync
-from lightning_retrieval.checks import check_positive
+from lightning_retrieval.checks import SMALLEST
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.retrieval_network import evaluation_mode
@@ -80,7 +80,7 @@ class MemoryMonitor(Callback):
     _measured: int  # number of the step before which the probe was last embedded
     _waits: bool  # whether the memory has start_step="auto" and has not begun
 
-    def __init__(self, probe: Several = 64, start_drift: Annotated[float, Rule(check_positive, most=2)] = 0.01) -> None:
+    def __init__(self, probe: Several = 64, start_drift: Annotated[float, numbers(SMALLEST, 2)] = 0.01) -> None:
         self.probe = checked(self, probe=probe)
         self.start_drift = checked(self, start_drift=start_drift)
         self._restart()

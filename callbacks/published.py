@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import results_table, update_best
-from lightning_retrieval.checks import check_finite_number, check_instance, check_string
+from lightning_retrieval.checks import check_finite_number
 
 NOTE = "(the published results are those of this source, also if the settings of the run were changed)"
 
@@ -27,7 +26,7 @@ class PublishedResults(Callback):
 
     Raises:
         ValueError: if `results` is empty, or a value is not finite.
-        TypeError: if `source` is not a string, or `results` is not a dict from strings to numbers.
+        TypeError: if a result is not a number.
 
     Example:
         >>> from lightning_retrieval.callbacks import PublishedResults, RetrievalEvaluation
@@ -40,7 +39,7 @@ class PublishedResults(Callback):
     """
 
     def __init__(self, source: str, results: dict[str, float]) -> None:
-        self.source = checked(self, source=source)
+        self.source = source
         self.results = _check_results(results)
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}  # the results of the last validation or test
@@ -86,11 +85,9 @@ class PublishedResults(Callback):
 
 def _check_results(results: dict[str, float]) -> dict[str, float]:
     """Return the published results as plain numbers."""
-    check_instance("results", results, dict, owner="PublishedResults")
     if not results:
         raise ValueError("PublishedResults: `results` must name at least one metric, got {}.")
     plain = {}
     for name, value in results.items():
-        check_string("the names of `results`", name, owner="PublishedResults")
         plain[name] = check_finite_number(f"results[{name!r}]", value, owner="PublishedResults")
     return plain

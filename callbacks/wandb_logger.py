@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.backend import (
     ModelCheckpoint,
     WandbLogger,
@@ -110,12 +109,7 @@ class RetrievalWandbLogger(WandbLogger):
         **kwargs: Any,
     ) -> None:
         check_path("save_dir", save_dir, owner="RetrievalWandbLogger")
-        checked(self, name=name)
-        checked(self, project=project)
-        checked(self, id=id)
-        checked(self, prefix=prefix)
-        self.artifact = checked(self, artifact=artifact)
-        checked(self, offline=offline)
+        self.artifact = artifact
         if offline is None:
             offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
         run_id = id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)

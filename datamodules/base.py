@@ -7,11 +7,9 @@ signature. If a constructor passes no arguments on, it takes unknown arguments a
 `check_no_unknown_arguments`, because Python's own error would name the base class instead of the user's class.
 """
 
-import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from inspect import Parameter, Signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, get_args, runtime_checkable
@@ -59,7 +57,6 @@ else:
 
 
 UNKNOWN = "unknown"  # name of the `**` argument of a constructor that passes nothing on
-ALIKE = 0.6  # minimum similarity of a name that a message suggests
 
 
 class ShownArguments:
@@ -90,7 +87,7 @@ def all_arguments(cls: type) -> dict[str, Parameter]:
 
 
 def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
-    """Raise if there is an argument that no constructor of a class has; the message suggests the most similar name.
+    """Raise if there is an argument that no constructor of a class has.
 
     Args:
         cls: the class that the user calls.
@@ -102,17 +99,7 @@ def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
     if not unknown:
         return
     name, names = next(iter(unknown)), list(all_arguments(cls))
-    cure = f"it has {', '.join(names)}."
-    nearest = max(names, key=partial(_similarity, name), default=None)
-    if nearest is not None and _similarity(name, nearest) >= ALIKE:
-        cure = f"did you mean `{nearest}`?"
-    raise InvalidType(f"has no argument `{name}`; {cure}", cls.__name__)
-
-
-def _similarity(name: str, other: str) -> float:
-    """Return the similarity of two names: the number of common words plus the ratio of matching letters."""
-    words = set(name.split("_")) & set(other.split("_"))
-    return len(words) + difflib.SequenceMatcher(None, name, other).ratio()
+    raise InvalidType(f"has no argument `{name}`; it has {', '.join(names)}.", cls.__name__)
 
 
 SamplerName = Literal["pk", "category", "all_classes", "tags"]
@@ -204,8 +191,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     Raises:
         ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
             workers; when training begins, if P, K or the sampler do not fit the training set.
-        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or
-            `pin_memory` or `persistent_workers` is not True, False or None.
+        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
@@ -237,8 +223,8 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.seed = seed_or_default(checked(self, seed=seed))
         with owned_by(type(self).__name__):
             self.sampler = check_sampler(sampler)
-        self.pin_memory = checked(self, pin_memory=pin_memory)
-        self.persistent_workers = checked(self, persistent_workers=persistent_workers)
+        self.pin_memory = pin_memory
+        self.persistent_workers = persistent_workers
         if self.persistent_workers and not self.num_workers:
             rule = "needs workers"
             raise InvalidValue(

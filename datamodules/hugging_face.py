@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.arguments import Seed, checked
-from lightning_retrieval.checks import check_mapping, check_path, check_string, first_line, short_repr
+from lightning_retrieval.checks import check_path, first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import (
     ImageIndex,
@@ -265,7 +265,6 @@ class HuggingFaceImages(ImageDataModule):
         FileNotFoundError: if `path` neither exists nor can be loaded from the hub.
         ModuleNotFoundError: if `datasets` is not installed.
         ValueError: if a column or a split does not exist, a row has no label, or a class is in training and evaluation.
-        TypeError: if an argument does not have the type of its annotation.
 
     Example:
         >>> from PIL import Image
@@ -302,12 +301,12 @@ class HuggingFaceImages(ImageDataModule):
         check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
-        self.config = checked(self, config=config)
-        self.revision = checked(self, revision=revision)
-        self.image_column = checked(self, image_column=image_column)
-        self.category_column = checked(self, category_column=category_column)
-        self.tag_column = checked(self, tag_column=tag_column)
-        self.label_column = checked(self, label_column=label_column)
+        self.config = config
+        self.revision = revision
+        self.image_column = image_column
+        self.category_column = category_column
+        self.tag_column = tag_column
+        self.label_column = label_column
         if label_column is None and tag_column is None:
             raise InvalidValue("must be given if there is no `tag_column`", OWNER, "label_column", got="None for both")
         self.split_names = _checked_split_names(split_names)
@@ -420,11 +419,8 @@ class HuggingFaceImages(ImageDataModule):
 def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
     if split_names is None:
         return None
-    check_mapping("split_names", split_names, owner=OWNER)
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
-    for text in (*split_names, *split_names.values()):
-        check_string("split_names", text, owner=OWNER)
     return dict(split_names)
 
 

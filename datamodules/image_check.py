@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lightning_retrieval.checks import check_mapping, check_strings, first_line
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.item_seeds import all_different
@@ -47,9 +47,6 @@ class DataReport:
         unreadable_files: paths of images that cannot be decoded, each with the reason.
         notes: sentences about findings that are not problems.
 
-    Raises:
-        TypeError: if `splits` is not a dict, or another argument is not a sequence of strings.
-
     Example:
         >>> from lightning_retrieval.datamodules import DataReport
         >>> report = DataReport({"train": ((2, 1), [(3, 1), (4, 1)])}, missing_files=["cats/3.jpg"])
@@ -69,11 +66,6 @@ class DataReport:
     problems: list[str] = field(default_factory=list)
     unreadable_files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        check_mapping("splits", self.splits, owner="DataReport")
-        for name in ("missing_files", "problems", "unreadable_files", "notes"):
-            check_strings(name, getattr(self, name), owner="DataReport")
 
     @property
     def ok(self) -> bool:

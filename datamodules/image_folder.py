@@ -367,7 +367,7 @@ class ImageFolder(ImageDataModule):
         ValueError: if there are no class folders with images, the folders are those of other splits or of roles, such
             as `train` and `val` without `test`, or `query` and `gallery`, or `test_fraction` leaves no class in one of
             the sets.
-        TypeError: if `categories` is not a bool, or `classes` has another type.
+        TypeError: if `classes` has another type.
 
     Example:
         >>> from pathlib import Path
@@ -399,7 +399,7 @@ class ImageFolder(ImageDataModule):
         super().__init__(root, **settings)
         with owned_by(OWNER):
             self.test_fraction = check_test_fraction(test_fraction)
-        self.categories = checked(self, categories=categories)
+        self.categories = categories
         self.classes = _check_classes(classes)
         if self.categories and depth_of(self.classes) < 2 and self.classes is not None:
             rule = "must be a depth of 2 or more with categories=True, because classes lie in the folders of categories"

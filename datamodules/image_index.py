@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings, short_repr
+from lightning_retrieval.checks import check_finite_number, check_strings, short_repr
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines
 from lightning_retrieval.files import leaves_root, new_file
@@ -57,7 +57,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     array = as_array(name, values)
     is_empty = array.size == 0
     is_integer = np.issubdtype(array.dtype, np.integer)
-    if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
+    if not is_empty and not (is_integer and array.max() <= np.iinfo(np.int64).max):
         raise InvalidType("must be integers of 64 bits", argument=name, got=array.dtype)
     return array.astype(np.int64, copy=False)
 
@@ -253,7 +253,7 @@ class ImageIndex:
         lines: for error messages, a `ListLines` with the line of the list that each image was read from; or None.
 
     Raises:
-        TypeError: if `paths`, `names` or `tag_names` is not a sequence of strings, `lines` is not a `ListLines`, or
+        TypeError: if `paths`, `names` or `tag_names` is a single string, `lines` is not a `ListLines`, or
             another argument does not hold integers.
         ValueError: if there is no image; if the lengths differ; if a path leaves the root or contains `./` or `//`; if
             a role is not from 0 to 3; if a tag is below -1 or has no name in `tag_names`; if images with the same label

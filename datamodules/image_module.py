@@ -188,7 +188,6 @@ class ImageDataModule(RetrievalDataModule):
         FileNotFoundError: if `root` does not contain the files; the message says where they may be.
         ValueError: if a file is not as expected, a class or an image is in both training and evaluation, a split is
             empty, or an argument is invalid.
-        TypeError: if an argument does not have the type of its annotation.
     """
 
     shared_classes: ClassVar[bool] = False  # whether training and evaluation may share classes
@@ -223,11 +222,11 @@ class ImageDataModule(RetrievalDataModule):
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
-        self.reduced_scale = checked(self, reduced_scale=reduced_scale)
+        self.reduced_scale = reduced_scale
         self.fill = fill
         self._run_preparation = self._prepare_run(train_transform, eval_transform)
         self.on_error = checked(self, on_error=on_error)
-        self.load_truncated = checked(self, load_truncated=load_truncated)
+        self.load_truncated = load_truncated
         self.val_fraction = checked(self, val_fraction=val_fraction)
         if not 0 <= val_fraction < 1:
             raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import (
-    check_callable,
-    check_instance,
     check_path,
     check_tensor,
     first_of,
@@ -66,8 +64,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             instead of pixels of the upright images.
 
     Raises:
-        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is not an `ImageIndex`, `root`
-            is not a path, or `transform` is not callable; for an item, if `transform` does not return a tensor.
+        TypeError: for an item, if `transform` does not return a tensor.
         ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
         FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 
@@ -94,13 +91,12 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
-        check_instance("index", index, ImageIndex, owner="ImageSet")
         self.index = index
         self.root = check_path("root", root, owner="ImageSet")
-        self.transform = check_callable("transform", transform, owner="ImageSet")
+        self.transform = transform
         self.on_error = checked(self, on_error=on_error)
-        self.load_truncated = checked(self, load_truncated=load_truncated)
-        self.boxes_before_rotation = checked(self, boxes_before_rotation=boxes_before_rotation)
+        self.load_truncated = load_truncated
+        self.boxes_before_rotation = boxes_before_rotation
         self._gives_uint8 = False
         self._found_generators: tuple[Any, list[Any]] = (None, [])  # those of a transform
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory

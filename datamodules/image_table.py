@@ -471,7 +471,7 @@ class ImageTable(ImageDataModule):
         with owned_by("ImageTable"):
             self.table = check_path("table", table)
             self.test_fraction = check_test_fraction(test_fraction)
-            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
+            self.split_seed = check_integer("split_seed", split_seed, least=0)
             self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, check_unmasked, is_integer
+from lightning_retrieval.checks import check_tensor, is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.serialised import AlbumentationsTransform
 
@@ -40,15 +40,14 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         values: a tensor, an array, a sequence or anything else.
 
     Raises:
-        ValueError: if rows are of unequal length, a tensor is on the meta device, or a number is 2**63 or more.
-        TypeError: if a tensor does not hold integers, or is sparse.
+        ValueError: if rows are of unequal length, or a number is 2**63 or more.
+        TypeError: if a tensor does not hold integers.
     """
     if isinstance(values, Tensor):
         check_tensor(name, values)
         if not is_integer(values):
             raise InvalidType("must be integers", argument=name, got=str(values.dtype).removeprefix("torch."))
         values = values.detach().cpu().numpy()
-    check_unmasked(name, values)
     try:
         array = np.asarray(values)
     except ValueError:
@@ -91,9 +90,6 @@ def item_generator(index: int) -> torch.Generator | None:
             such as an index from an evaluation loader, the result is None; torch's functions then use the global
             generator.
 
-    Raises:
-        TypeError: if `index` is not an integer.
-
     Example:
         >>> import torch
         >>> from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader, item_generator
@@ -112,7 +108,6 @@ def item_generator(index: int) -> torch.Generator | None:
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
-    check_integer("index", index, least=-LARGEST_INTEGER, owner="item_generator")
     return None
 
 

@@ -19,10 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import (
-    check_byte_order,
-    check_instance,
     check_integer,
-    check_unmasked,
     first_line,
     first_of,
     short_repr,
@@ -146,9 +143,6 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
         trainer: a trainer that is fitting and has restored its checkpoint (if any), as in the hook
             `train_dataloader()`.
 
-    Raises:
-        TypeError: if `trainer` is not a `pytorch_lightning.Trainer`.
-
     Example:
         >>> resume_position(pl.Trainer(logger=False, enable_checkpointing=False))
         {'epoch': 0, 'start': 0}
@@ -156,7 +150,6 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     Relations:
         Pass the position to the loader: `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
     """
-    check_instance("trainer", trainer, pl.Trainer, owner="resume_position")
     epochs = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     between_epochs = epochs.ready <= epochs.completed
@@ -239,27 +232,13 @@ def collate_images(items: Any) -> Any:
 
     Raises:
         ValueError: if the images, or the tags of the images, differ in size.
-        TypeError: if an array has another byte order than the machine.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
     check_image_sizes(items, cure)
-    for item in items:
-        for name, value in _entries(item):
-            check_unmasked(name, value)
-            check_byte_order(name, value)
     if items and isinstance(items[0], Mapping):
         for name in items[0]:
             _check_lengths(name, [item.get(name) for item in items])
     return default_collate(items)
-
-
-def _entries(item: Any) -> Iterable[tuple[str, Any]]:
-    """The entries of an item of a dataset with their names."""
-    if isinstance(item, Mapping):
-        return item.items()
-    if isinstance(item, (tuple, list)):
-        return zip(("images", "labels", "ids"), item)
-    return [("images", item)]
 
 
 def _check_lengths(name: str, values: Sequence[Any]) -> None:

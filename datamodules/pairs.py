@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from lightning_retrieval.arguments import PositiveInt, Seed, checked
-from lightning_retrieval.checks import check_byte_order, check_unmasked
 from lightning_retrieval.datamodules.base import (
     RetrievalDataModule,
     RetrievalSettings,
@@ -74,8 +73,6 @@ def shared_numbers(
 
 def _as_tensor(labels: Any) -> Tensor:
     """Labels of a data set or an item, which may be an array or a list, as a tensor."""
-    check_unmasked("labels", labels, owner="Pairs")
-    check_byte_order("labels", labels, owner="Pairs")
     return torch.as_tensor(labels)
 
 

@@ -29,7 +29,7 @@ from lightning_retrieval.datamodules.table_format import (
     names_image_file,
     role_of_oml,
 )
-from lightning_retrieval.files import check_regular_file, is_system_error
+from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
@@ -97,7 +97,6 @@ class ListFile:
         """
         if self.path.is_dir():
             raise self.error(f"{self.path} must be a text file, got a folder")
-        check_regular_file(self.path)
         encoding = "utf-8-sig"
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -701,7 +700,6 @@ def _form(field: str) -> str:
 def _read_parquet(path: Path, required: Sequence[str], all_columns: bool, table_format: TableFormat) -> TableColumns:
     import pyarrow.parquet
 
-    check_regular_file(path)
     table: dict[str, list[str]] = {}
     try:
         metadata = pyarrow.parquet.read_metadata(path)

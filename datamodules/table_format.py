@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from lightning_retrieval.checks import check_string, short_repr
-from lightning_retrieval.first_checks import names_in_text
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.decoding import image_suffixes
 
@@ -59,17 +58,16 @@ class TableFormat:
         Raises:
             ValueError: if `columns` is another text, has an unknown name, or one column for two names, or `delimiter`
                 is not one character that can separate fields.
-            TypeError: if an argument has the wrong type.
         """
-        separator = check_string("delimiter", delimiter)
-        if separator in TABS:
+        separator = delimiter
+        if delimiter in TABS:
             separator = "\t"
         if len(separator) != 1 or separator.isalnum() or separator in "\"'\r\n ._-/\\" or not separator.isascii():
             rule = "must be one character that separates fields, such as ';' or a tab"
             raise InvalidValue(rule, argument="delimiter", got=short_repr(delimiter))
         names = columns
         if isinstance(columns, str):
-            names = names_in_text(columns)
+            names = _names_in_text(columns)
         _check_columns(names)
         return TableFormat(names, separator)
 
@@ -180,3 +178,23 @@ def role_of_oml(is_query: str, is_gallery: str | None = None) -> str | None:
         values[1] = not values[0]
     names = {(True, True): "both", (True, False): "query", (False, True): "gallery"}
     return names.get((values[0], values[1]), "")
+
+
+def _names_in_text(text: str) -> dict[str, str] | str:
+    """The names of columns in pairs such as `image=path,label=class`; a text without pairs as it is.
+
+    Args:
+        text: the text, which is that of `columns`.
+
+    Raises:
+        ValueError: if a part is no pair, or a name has two.
+    """
+    if "=" not in text:
+        return text
+    names: dict[str, str] = {}
+    for pair in text.split(","):
+        here, _, theirs = map(str.strip, pair.partition("="))
+        if not here or not theirs or here in names:
+            raise InvalidValue("must be pairs such as image=path,label=class", argument="columns", got=text)
+        names[here] = theirs
+    return names

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_callable, check_integer, check_path, short_repr
+from lightning_retrieval.checks import check_integer, check_path, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import (
@@ -153,9 +153,9 @@ class TextTable(RetrievalDataModule):
         super().__init__(**settings)
         with owned_by("TextTable"):
             self.table = check_path("table", table)
-            self.tokenizer = check_callable("tokenizer", tokenizer, may_be_none=True)
+            self.tokenizer = tokenizer
             self.test_fraction = check_test_fraction(test_fraction)
-            self.split_seed = check_integer("split_seed", split_seed, least=0, most=None)
+            self.split_seed = check_integer("split_seed", split_seed, least=0)
             self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 

@@ -139,7 +139,7 @@ def make_module(experiment: str, relevance: Relevance | None, steps: int) -> Ret
     return RetrievalModule(
         Embedder(GlyphNet(WIDTH, channels), DIM),
         LogRankLoss(),
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
+        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
         updates=Updates(gradient_clip_val=1.0),

@@ -302,7 +302,7 @@ def make_module(setting: Setting, steps: int, classes: torch.Tensor | None = Non
             start = "auto"
         memory = CrossBatchMemory(setting.memory, start, mode=setting.memory_mode)
     embedder, loss = make_embedder(setting), loss_of_steps(setting, steps, classes)
-    optimizer: Any = partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay)
+    optimizer: Any = partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay, fused=True)
     updates = Updates(gradient_clip_val=CLIP)
     if setting.proxies is not None:
         proxies = [proxy for part in proxy_losses(loss) for proxy in part.parameters()]

@@ -286,7 +286,7 @@ def make_module(run: Run) -> RetrievalModule:
         embedder,
         create(run.value),
         sides=sides,
-        optimizer=partial(torch.optim.AdamW, lr=run.rate),
+        optimizer=partial(torch.optim.AdamW, lr=run.rate, fused=True),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=run.steps),
         lr_scheduler_interval="step",
         updates=Updates(gradient_clip_val=1.0),

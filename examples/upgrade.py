@@ -58,7 +58,7 @@ def train(data: pl.LightningDataModule, steps: int, embedder: nn.Module, **setti
     module = RetrievalModule(
         embedder,
         LogRankLoss(),
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
+        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
         lr_scheduler_interval="step",
         updates=Updates(gradient_clip_val=1.0),

@@ -1,27 +1,21 @@
 """What all commands share: parsers, and messages about errors; it does not import torch, so help appears at once."""
 
 import argparse
-import difflib
-import errno
-import functools
 import gc
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_retrieval.files import FREE_SPACE, NO_SPACE, NOT_PERMITTED, OTHER_PLACE, reason
 from lightning_retrieval.invalid import Invalid
 
 HELP_WIDTH = 78  # columns of a description
 INTERRUPTED = 130  # exit code after Ctrl-C
-SHOWN = 100  # number of characters that are shown of a path that is too long
 JOINERS = "\u200c\u200d"  # they join or part letters, as in Persian and Hindi, and join the parts of an emoji
-NULLS = ("None", "null")  # values of an option that mean that it is not given
 # Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.
 OWNERS = (
     "",
@@ -66,28 +60,6 @@ def read_by_another_program() -> Iterator[None]:
         sys.exit(0)
 
 
-def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str], *, similarity: float = 0.6) -> str:
-    """The end of a message about an unknown name: the most similar known name; "" if no name is similar.
-
-    Args:
-        name: the unknown name.
-        names: the known names. In a mapping, the keys are the names, and the message shows the values.
-        similarity: the least similarity of a name, from 0 to 1: the ratio of `difflib`.
-
-    Example:
-        >>> did_you_mean("indx", ["fit", "index"])
-        '; did you mean index?'
-    """
-    shown = names
-    if not isinstance(shown, Mapping):
-        shown = {other: other for other in names}
-    by_lower_case = {other.lower(): text for other, text in shown.items()}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=similarity)
-    if not close:
-        return ""
-    return f"; did you mean {by_lower_case[close[0]]}?"
-
-
 def printable(text: str) -> str:
     """The text, with unprintable characters (such as a line break in a file name) replaced by escape sequences."""
     characters = []
@@ -115,18 +87,8 @@ def command_line_message(
         >>> command_line_message("index", error, ["images"])
         'index: `--images` must be a folder, got x.'
     """
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        path = os.fsdecode(error.filename or "")
-        shown = f"{printable(path)[:SHOWN]}..."
-        limit = "have names of at most 255 bytes"
-        if max(len(os.fsencode(name)) for name in path.split("/")) <= 255:
-            limit = "be short enough for the system"
-        return f"{command}: a path must {limit}, got {shown}, which is longer; shorten it."
-    if isinstance(error, OSError) and error.errno in (*NO_SPACE, *NOT_PERMITTED):
-        shown, cure = printable(str(error.filename or "a file")), OTHER_PLACE
-        if error.errno in NO_SPACE:
-            cure = FREE_SPACE
-        return f"{command}: {shown} cannot be used ({reason(error)}); {cure}."
+    if isinstance(error, OSError) and error.errno is not None:  # of the system, which does not know the command
+        return f"{command}: {printable(str(error))}."
     if isinstance(error, Invalid) and error.owner in OWNERS:
         names = {name: _option(name) for name in arguments}
         names.update(positional or {})
@@ -166,32 +128,14 @@ def null_for_none(args: Sequence[str]) -> list[str]:
         >>> null_for_none(["fit", "--data.cache_dir=None", "--trainer.logger", "None"])
         ['fit', '--data.cache_dir=null', '--trainer.logger', 'null']
     """
-    written = []
-    for argument in args:
-        option, separator, value = argument.rpartition("=")
-        if value == "None" and (option.startswith("--") or not separator):
-            argument = f"{option}{separator}null"
-        written.append(argument)
-    return written
-
-
-def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The conversion of an option's text, which returns None for the texts None and null."""
-
-    @functools.wraps(convert)
-    def converted(text: str) -> Any:
-        if text in NULLS:
-            return None
-        return convert(text)
-
-    return converted
+    return [re.sub(r"^(--.*=)?None$", r"\1null", argument) for argument in args]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that prints an error as one line without the usage; for an unknown option, it names a similar option.
+    """A parser that prints an error as one line without the usage.
 
-    An option without a default may be given as None or null, which is the same as leaving it out. An empty text is no
-    path, although `Path("")` is the current folder: it comes from a variable of a script that is not set.
+    An empty text is no path, although `Path("")` is the current folder: it comes from a variable of a script that is
+    not set.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -199,16 +143,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in self._actions:
             if action.type is Path:
                 action.type = _path
-            takes_one = isinstance(action, argparse._StoreAction) and action.option_strings and action.choices is None
-            if takes_one and not action.required and action.default is None:
-                action.type = _or_none(action.type or str)  # type: ignore[arg-type]
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            name = next((argument for argument in unknown if argument != "--"), "--")
-            if name.startswith("-"):
-                name = name.partition("=")[0]
-            self.error(f"unrecognized argument {name or repr(name)}{did_you_mean(name, option_names(self))}")
-        return options
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
@@ -243,31 +178,3 @@ def one_line(program: str, message: str) -> str:
     if message.endswith((".", "?")):
         end = ""
     return f"{program}: error: {printable(message)}{end} See {program} --help.\n"
-
-
-def unknown_option(parser: argparse.ArgumentParser, message: str, *, positional: str) -> str:
-    """Return a message of jsonargparse; if it is about an unknown argument, add what helps.
-
-    Args:
-        parser: the parser, whose most similar option is named.
-        message: the message.
-        positional: what helps if the argument is no option, such as "a folder is given as --root FOLDER".
-    """
-    found = re.match(r"unrecognized arguments: (\S.*)", message)
-    if found is None:
-        return message
-    if not found[1].startswith("-"):
-        return f"{message}; {positional}"
-    name = re.split(r"[\s=]", found[1])[0]
-    return f"unrecognized argument {name}{did_you_mean(name, option_names(parser))}"
-
-
-def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a parser and of its subcommands, such as `--images`."""
-    names: list[str] = []
-    for action in parser._actions:
-        names += action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for other in action.choices.values():
-                names += option_names(other)
-    return names

@@ -2,10 +2,12 @@
 
 `torch.compile(network)` returns a wrapper of another class, whose weights have `_orig_mod.` in their names, while
 `network.compile()` compiles the calls of the network itself. Wrappers are replaced by networks compiled in the second
-way, so that classes, files and messages do not depend on how a network was compiled.
+way, so that classes, files and messages do not depend on how a network was compiled: in constructors, when a run
+begins, and before a network is described or saved. Names in a file of a wrapper become plain when the file is read.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,38 +84,9 @@ def plain_name(name: str) -> str:
     return name.replace(PREFIX, "")
 
 
-def rename_plainly(state: MutableMapping[str, Any]) -> None:
-    """Remove the parts that `torch.compile` adds from names in a state, which is changed in place."""
-    for name in [name for name in state if PREFIX in name]:
-        state[plain_name(name)] = state.pop(name)
-
-
 def plain_state(state: Any) -> Any:
-    """A copy of a state dict with plain names, and with the versions of modules; another object as it is."""
-    if not isinstance(state, MutableMapping) or not any(PREFIX in str(name) for name in state):
-        return state
-    renamed: Any = type(state)(state)  # type: ignore[call-arg]
-    rename_plainly(renamed)
-    versions = getattr(state, "_metadata", None)
-    if versions is not None:
-        renamed._metadata = versions
+    """A copy of a state dict with plain names, and with the versions of modules."""
+    renamed = copy.copy(state)  # copies also `_metadata`, the attribute with the versions
+    for name in state:
+        renamed[plain_name(name)] = renamed.pop(name)
     return renamed
-
-
-def keep_plain_names(network: nn.Module) -> None:
-    """Let the state dict of a network have plain names, and let it load files of compiled networks.
-
-    Args:
-        network: the network, whose parts may be compiled at any time.
-    """
-    network.register_state_dict_pre_hook(_before_saving)
-    network.register_load_state_dict_pre_hook(_before_loading)
-
-
-def _before_saving(network: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-    without_wrappers(network)
-
-
-def _before_loading(network: nn.Module, state: MutableMapping[str, Any], *_: Any) -> None:
-    without_wrappers(network)
-    rename_plainly(state)

@@ -51,10 +51,7 @@ def kept_rows(values: Tensor) -> Tensor:
 
 def kept_integers(values: Tensor) -> Tensor:
     """A few integers for each row of a batch, as int64; always a copy, see `kept_rows`."""
-    integers = values.detach().long()
-    if values.dtype == torch.int64:
-        return integers.clone()  # `.long()` has copied nothing
-    return integers
+    return values.detach().to(torch.int64, copy=True)
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
@@ -106,12 +103,7 @@ def gather_rows(
     if counts is None:
         local_count = torch.tensor([len(rows)], device=rows.device)
         counts = gather_rows(local_count, [1] * world_size()).tolist()
-    if min(counts) < max(counts):
-        return torch.cat(gather_parts(rows, counts, group))
-    local = rows.detach().contiguous()
-    gathered = local.new_empty(sum(counts), *local.shape[1:])
-    gather_into(gathered, local, group=group)
-    return gathered
+    return torch.cat(gather_parts(rows, counts, group))
 
 
 def gather_into(
@@ -148,8 +140,9 @@ def gather_parts(
     missing = max(counts) - len(rows)
     if missing > 0:
         padded = torch.cat([padded, rows.new_zeros(missing, *rows.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
+    gathered = padded.new_empty(len(counts) * len(padded), *padded.shape[1:])
+    gather_into(gathered, padded, group=group)
+    parts = gathered.unflatten(0, (len(counts), len(padded)))
     return [part[:count] for part, count in zip(parts, counts)]
 
 
@@ -283,20 +276,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
-    """Whether a child may wait forever if this version of Python forks while another thread registers with Python.
-
-    This is issue 112275 of CPython. The threads of the gloo backend register after each collective operation. So a data
-    loader that starts its workers soon after a collective operation may never get its first batch.
-    """
-    return (major, minor) == (3, 11) and micro < 10
-
-
 def pause_before_fork() -> None:
     """If there are several processes, give the threads of the process group time to register with Python."""
     if world_size() > 1:
         time.sleep(0.05)
 
 
-if fork_may_deadlock(*sys.version_info[:3]) and hasattr(os, "register_at_fork"):
+# A child may wait forever if one of these versions of Python forks while another thread registers with Python (issue
+# 112275 of CPython). The threads of the gloo backend register after each collective operation. So a data loader that
+# starts its workers soon after a collective operation may never get its first batch.
+FORK_MAY_DEADLOCK = sys.version_info < (3, 11, 10)
+if FORK_MAY_DEADLOCK and hasattr(os, "register_at_fork"):
     os.register_at_fork(before=pause_before_fork)

@@ -28,18 +28,14 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
 LOCK = "lock"
 HELD = ".held"  # suffix of the file that is there while a lock is held on Windows
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-READ_BYTES = 1 << 20  # bytes read at a time
-FREE_SPACE = "free space on the disk and save again"
-OTHER_PLACE = "give another path, or change its permissions"
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Errors that do not depend on what is written: the disk is full, or the user may not write there.
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 # Matches absolute paths of any system, and paths with a part `..`.
 _OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")
 # Matches relative paths that are, on Windows, on another drive, or that of a device.
 _DEVICE_OF_WINDOWS = re.compile(
     r"^[A-Z]:|(^|[/\\])(CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]) *(\.[^/\\]*)?([/\\]|$)", re.IGNORECASE
 )
-_NOT_IN_NAMES_OF_WINDOWS = re.compile(r'[<>:"|?*]')
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 SECONDS_IN_USE = 5.0  # how long Windows may refuse to change a file, because a virus scanner or a reader has it open
 WORKING_FOLDER, EXCHANGE = -100, 2  # `AT_FDCWD` and `RENAME_EXCHANGE` of Linux
@@ -231,32 +227,12 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_regular_file(path: Path) -> None:
-    """Raise if a path is a FIFO, a socket or a device, whose reading need never end.
-
-    Args:
-        path: a file that will be read; whoever reads it reports that it is missing, or a folder.
-
-    Raises:
-        ValueError: if the path is neither a regular file nor a folder.
-    """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        rule = f"{path} must be a regular file"
-        raise InvalidValue(rule, got="a FIFO, a socket or a device", cure="give a file")
-
-
 def leaves_root(path: str) -> bool:
     """Whether a path is absolute or contains `..`, so that it may lie outside the folder that it is relative to.
 
     On Windows, that also holds for a path such as `d:x`, and for names of devices, such as `aux.txt`.
     """
     return _OUTSIDE.search(path) is not None or (not POSIX and _DEVICE_OF_WINDOWS.search(path) is not None)
-
-
-def is_allowed(path: Path) -> bool:
-    """Whether a file can have this path: Windows reserves some characters, and names of devices, such as `aux.txt`."""
-    relative = str(path).removeprefix(path.anchor)
-    return POSIX or not (_DEVICE_OF_WINDOWS.search(relative) or _NOT_IN_NAMES_OF_WINDOWS.search(relative))
 
 
 def cure_of_other_form(missing: Iterable[str], names: Iterable[str]) -> str:
@@ -283,11 +259,11 @@ def is_of_others(path: Path, own_format: str) -> bool:
         path: path of the file.
         own_format: the value of `format` that this library writes.
     """
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        if path.is_file():
-            content = json.loads(path.read_bytes())
-    return isinstance(content, dict) and bool(content) and content.get("format") != own_format
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("format") != own_format
 
 
 def reason(error: BaseException) -> str:
@@ -300,7 +276,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Context in which a failure to write is raised as one sentence with the path, the reason and a cure.
+    """Context in which a failure to write is raised as one sentence with the path and the reason.
 
     Args:
         what: path of the file or folder, which the block must leave unchanged if it fails.
@@ -323,19 +299,8 @@ def not_written(what: object, error: BaseException) -> NotWritten:
         what: path of the file, which is unchanged.
         error: the error that has been raised, perhaps because of an error of the operating system.
     """
-    cause = error_of_system(error)
-    return NotWritten(f"{what} cannot be written ({reason(cause or error)}); {_unchanged(cause)}.")
-
-
-def _unchanged(error: OSError | None) -> str:
-    """The end of a message about a file that cannot be written: what is unchanged, and what to do if that is known."""
-    text = "what was saved there before is unchanged"
-    number = getattr(error, "errno", None)
-    if number in NOT_PERMITTED:
-        return f"{text}, so {OTHER_PLACE}"
-    if number is None or number in NO_SPACE:  # without a number, fewer bytes were written than given
-        return f"{text}, so {FREE_SPACE}"
-    return text
+    cause = error_of_system(error) or error
+    return NotWritten(f"{what} cannot be written ({reason(cause)}); what was saved there before is unchanged.")
 
 
 def error_of_system(error: BaseException) -> OSError | None:
@@ -358,11 +323,8 @@ def is_system_error(error: BaseException) -> bool:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, which is not read into memory as a whole."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while data := stream.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class DigestStream:
@@ -408,22 +370,19 @@ def write_verified(path: Path, write: Callable[[DigestStream], object]) -> str:
     Raises:
         OSError: if the file cannot be written completely.
     """
-    digest = None
-    try:
-        with new_file(path) as file:
-            digest = DigestStream(file)
-            write(digest)
-            file.flush()
-            temporary = Path(file.name)
-            flush(temporary)
-            if file_digest(temporary) != digest.hexdigest():
-                raise OSError("not all of it has reached the disk")
-    except (OSError, RuntimeError) as error:
-        cause: BaseException = error
-        if digest is not None and digest.error is not None:
-            cause = digest.error
-        raise not_written(path, cause) from None
-    return digest.hexdigest()
+    with writing(path), new_file(path) as file:
+        stream = DigestStream(file)
+        try:
+            write(stream)
+        finally:
+            if stream.error is not None:
+                raise stream.error
+        file.flush()
+        temporary = Path(file.name)
+        flush(temporary)
+        if file_digest(temporary) != stream.hexdigest():
+            raise OSError("not all of it has reached the disk")
+    return stream.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -436,7 +395,6 @@ class Manifest:
         command: the command of `lightning-retrieval` that writes such a folder.
         cure: advice if the file is damaged.
         version: version of the format.
-        may_lack_checksum: whether files without a checksum are accepted.
     """
 
     content: str
@@ -444,7 +402,6 @@ class Manifest:
     command: str
     cure: str
     version: int = 1
-    may_lack_checksum: bool = False
 
     @property
     def format(self) -> str:
@@ -480,16 +437,13 @@ class Manifest:
             values = dict(json.loads(path.read_bytes()))
             header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}
             digest = _digest_of_values(values)
-        except (TypeError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
+        except (TypeError, ValueError):
             raise InvalidValue(f"{path} is damaged, it is not valid JSON", cure=self.cure) from None
-        if header["format"] != self.format:
-            rule = f"{path} must be a manifest of the format {self.format!r}, which it is not"
-            raise InvalidValue(rule, cure="give another folder")
-        if header["version"] != self.version:
-            rule = f"{folder} has format version {header['version']!r}, but this release reads version {self.version}"
-            raise InvalidValue(rule, cure="write it again, or use the release that wrote it")
-        lacks_checksum = header["sha256"] is None and self.may_lack_checksum
-        if header["sha256"] != digest and not lacks_checksum:
+        written = f"{header['format']!r} of version {header['version']!r}"
+        if (header["format"], header["version"]) != (self.format, self.version):
+            rule = f"{path} must be a manifest of the format {self.format!r} of version {self.version}"
+            raise InvalidValue(rule, got=written, cure="write it again, or give another folder")
+        if header["sha256"] != digest:
             raise InvalidValue(f"{path} is damaged, its checksum is not the one written in it", cure=self.cure)
         return values
 
@@ -585,20 +539,6 @@ def _take_lock(folder: Path, file: IO[str], *, shared: bool) -> None:
         raise _in_use(folder) from None
     except OSError:  # a file system without locks
         pass
-
-
-def is_locked(path: Path) -> bool:
-    """Whether another process of this machine holds a lock of POSIX on a file; False on Windows."""
-    if not POSIX:
-        return False
-    try:
-        with path.open("rb") as file:
-            _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _in_use(folder: Path) -> InvalidValue:

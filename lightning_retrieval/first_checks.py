@@ -1,21 +1,17 @@
-"""Checks of what a user gives to a command: files and numbers. No torch is imported, so that they are made first."""
+"""Checks of the files that a user gives to a command. No torch is imported, so that they are made first."""
 
-import argparse
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import MissingFile
 
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
-PENDING = ".new"  # suffix of a complete checkpoint that is about to get its name
 RULE_OF_CHECKPOINT = "must be a checkpoint that training wrote, or the folder of its runs"
 
 
 def check_model_exists(checkpoint: Path) -> None:
-    """Raise unless there is a file or a folder, or a complete checkpoint that is about to get this name."""
-    is_pending = os.path.lexists(checkpoint.with_name(checkpoint.name + PENDING))
-    if not (checkpoint.is_file() or checkpoint.is_dir() or is_pending):
+    """Raise unless there is a file or a folder."""
+    if not (checkpoint.is_file() or checkpoint.is_dir()):
         got = f"{checkpoint}, which does not exist"
         raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got)
 
@@ -29,45 +25,11 @@ def is_local_file(weights: str | None) -> bool:
 
 def check_weights_exist(weights: Path) -> None:
     """Raise unless there is a file of weights."""
-    if weights.is_file():
-        return
-    what = "does not exist"
-    if weights.is_dir():
-        what = "is a folder"
-    elif weights.exists():
-        what = "is no regular file"
-    raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which {what}")
+    if not weights.is_file():
+        raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which is not a file")
 
 
 def check_images_exist(folder: Path) -> None:
     """Raise unless there is a folder of images."""
     if not folder.is_dir():
         raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
-
-
-def check_integers(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raise if an option that is given is below its least value."""
-    for name, limit in least.items():
-        value = getattr(options, name, None)
-        if value is not None and value < limit:
-            raise InvalidValue(f"must be an integer >= {limit}", argument=name, got=value)
-
-
-def names_in_text(text: str) -> dict[str, str] | str:
-    """The names of columns in pairs such as `image=path,label=class`; a text without pairs as it is.
-
-    Args:
-        text: the text, which is that of `columns`.
-
-    Raises:
-        ValueError: if a part is no pair, or a name has two.
-    """
-    if "=" not in text:
-        return text
-    names: dict[str, str] = {}
-    for pair in text.split(","):
-        here, _, theirs = map(str.strip, pair.partition("="))
-        if not here or not theirs or here in names:
-            raise InvalidValue("must be pairs such as image=path,label=class", argument="columns", got=text)
-        names[here] = theirs
-    return names

@@ -49,8 +49,7 @@ def _imported_for_type_checkers(package: str) -> dict[str, str]:
     loader: Any = sys.modules[package].__loader__
     modules = {}
     for statement in ast.parse(loader.get_source(package)).body:
-        is_for_type_checkers = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
-        if not is_for_type_checkers:
+        if not isinstance(statement, ast.If):  # it can only be that of `TYPE_CHECKING`
             continue
         for imported in ast.walk(statement):
             if isinstance(imported, ast.ImportFrom):

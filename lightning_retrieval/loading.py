@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import yaml  # type: ignore[import-untyped]
 
 from lightning_retrieval.backend import (
@@ -23,38 +22,13 @@ from lightning_retrieval.checkpoints import (
     is_sharded_checkpoint,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_choice, check_flag, check_path, first_line, short_repr
-from lightning_retrieval.csv_rows import csv_rows
-from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile, owned_by
-from lightning_retrieval.models.limits import limited_to, weights_of
+from lightning_retrieval.checks import check_choice, check_path, first_line, short_repr
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data.describe import class_path, describe
-from lightning_retrieval.plain_data.formats import FORMAT_KEY, format_of
-from lightning_retrieval.plain_data.rebuild import check_arguments, checked_settings
+from lightning_retrieval.plain_data.formats import check_format
+from lightning_retrieval.plain_data.rebuild import arguments_of_file, built
 from lightning_retrieval.plain_data.rules import add_named_packages, find_class
-
-HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # suffixes of the files that Lightning writes
-
-
-def check_map_location(map_location: Any) -> None:
-    """Raise unless `torch.load` accepts `map_location`: a device, a dict of devices, a function or None.
-
-    Args:
-        map_location: value of the argument.
-
-    Raises:
-        ValueError: if `map_location` is a string that is not the name of a device.
-        TypeError: if `map_location` is of another type.
-    """
-    if isinstance(map_location, str):
-        try:
-            torch.device(map_location)
-        except RuntimeError:
-            rule = "must be a device such as 'cpu' or 'cuda:0'"
-            raise InvalidValue(rule, argument="map_location", got=repr(map_location)) from None
-    elif not (map_location is None or isinstance(map_location, (torch.device, dict)) or callable(map_location)):
-        got = f"{short_repr(map_location)} ({type(map_location).__name__})"
-        raise InvalidType("must be a device such as 'cpu'", argument="map_location", got=got)
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
@@ -102,13 +76,12 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
         cls: the class to load.
         path: `checkpoint_path` of `load_from_checkpoint`. The other arguments are also those of
             `load_from_checkpoint`.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint at the path, or no `hparams_file`.
+        ValueError: if the checkpoint is damaged, or a file is no checkpoint or holds no hyperparameters.
     """
-    check_flag("weights_only", weights_only)
-    check_map_location(map_location)
-    replacing = None
     check_checkpoint_exists("checkpoint_path", path)
-    if hparams_file is not None:
-        replacing = _read_hparams_file(hparams_file)
     check_checkpoint(path)
     read: Any = _load
     if is_sharded_checkpoint(path):
@@ -116,40 +89,23 @@ def read_module_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file:
     checkpoint = read(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
         raise InvalidValue("must be a checkpoint of Lightning", argument="checkpoint_path", got=short_repr(checkpoint))
-    if replacing is not None:
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
-        checkpoint[FORMAT_KEY] = 1  # the file of a logger has no number
+    if hparams_file is not None:
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = _read_hparams_file(hparams_file)
     return checkpoint
 
 
 def _read_hparams_file(hparams_file: Any) -> dict[str, Any]:
-    """Read the hyperparameters in a YAML or CSV file as plain data.
-
-    Args:
-        hparams_file: path of a YAML file, or of a CSV file with the columns key and value, as Lightning's loggers
-            write.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the suffix is not .csv, .yaml or .yml, or the file does not hold names and plain values.
-        TypeError: if `hparams_file` is not a path.
-    """
+    """The hyperparameters in a YAML file, or in a CSV file with the columns key and value, as Lightning writes them."""
     path = check_path("hparams_file", hparams_file)
-    if path.suffix.lower() not in HPARAMS_SUFFIXES:
-        raise InvalidValue(f"must end in {', '.join(HPARAMS_SUFFIXES)}", argument="hparams_file", got=path)
-    if not path.is_file():
-        raise MissingFile("must be an existing file", argument="hparams_file", got=path)
     try:
         if path.suffix.lower() == ".csv":
-            with path.open(newline="", encoding="utf-8") as lines:
-                list(csv_rows(lines))  # raises for a stray quote, which would hide the lines after it
             content = load_hparams_from_tags_csv(path)
         else:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         rule = "must be a file of plain values"
         raise InvalidValue(rule, argument="hparams_file", got=f"{path} ({first_line(error)})") from None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content:  # Lightning reads a CSV file that does not exist as empty
         raise InvalidValue("must be a file of names and values", argument="hparams_file", got=path)
     return content
 
@@ -161,37 +117,31 @@ def module_of_checkpoint(
 
     Args:
         cls: class of the module, unless LightningCLI has recorded a subclass.
-        checkpoint: the checkpoint. All its hyperparameters are checked before anything is built.
+        checkpoint: the checkpoint. All hyperparameters that are used are checked before anything is built.
         given: constructor arguments that replace those of the checkpoint.
 
     Raises:
         ValueError: if the checkpoint names a class or a setting that a file may not name, or an object must be passed
-            again.
-        TypeError: if the checkpoint describes an object of the wrong kind for an argument.
+            again, or the checkpoint has another format.
+        TypeError: if the checkpoint describes an object of the wrong kind for an argument, or lacks an argument.
     """
-    saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
-    if not isinstance(saved, Mapping):
-        raise InvalidValue("a checkpoint must have a dict of hyperparameters", got=short_repr(saved))
-    used = dict(saved)
-    path, instantiator = used.pop("_class_path", None), used.pop("_instantiator", None)
-    argument = checkpoint.get(
-        cls.CHECKPOINT_HYPER_PARAMS_NAME
-    )  # name of the argument, if the constructor takes a single dict
+    check_format(checkpoint)
+    saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+    path, instantiator = saved.pop("_class_path", None), saved.pop("_instantiator", None)
+    argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # if the constructor takes a single dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
-        used = {argument: used}
+        saved = {argument: saved}
     add_named_packages({"class_path": class_path(cls)})
     if path is not None:
         cls = find_class("_class_path", path, (cls,))
     if instantiator is not None:
         check_choice("_instantiator", instantiator, INSTANTIATORS)
-    settings = checked_settings(cls, used, of_format=format_of(checkpoint), given=given)
-    check_arguments(cls.CHECKPOINT_HYPER_PARAMS_KEY, cls, {*settings.plain, *given})
-    # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(weights_of(checkpoint)):
+    settings = arguments_of_file(cls, saved, given)
+    with without_pretrained_weights():  # they would be downloaded, only to be replaced
         if instantiator is None:
-            return cls(**settings.plain, **given)
-        arguments = {**settings.arguments(), **given}
-        recorded = {**settings.plain, **describe(dict(given))}
+            return cls(**settings, **given)
+        arguments = {**built("", settings), **given}
+        recorded = {**settings, **describe(dict(given))}
         if path is not None:
             recorded["_class_path"] = path
         with _given_hyperparameters_context(recorded, instantiator):

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from datetime import timedelta
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -33,10 +32,11 @@ class Progress:
     def __init__(self, description: str, *, total: int | None, units: str, hidden: bool = False) -> None:
         # A live display of rich replaces standard error, and would show each refresh of the bar on a line of its own.
         is_in_live_display = type(sys.stderr).__module__.startswith("rich.")
+        self._unit = f" {units}"
         self._bar = tqdm(
             total=total,
             desc=description,
-            unit=f" {units}",
+            unit=self._unit,
             delay=SECONDS_BEFORE_BAR,
             leave=False,
             disable=hidden or is_in_live_display or None,  # with None, tqdm shows the bar only on a terminal
@@ -44,7 +44,6 @@ class Progress:
         self._writes_lines = bool(total) and self._bar.disable and not hidden
         self._description = description
         self._total = total or 0
-        self._units = units
         self._done = 0
         self._start = time.monotonic()
 
@@ -64,15 +63,7 @@ class Progress:
         is_due = 10 * self._done // self._total > tenths_before
         seconds = time.monotonic() - self._start
         if is_due and seconds >= SECONDS_BEFORE_LINES:
-            print(self._line(seconds), file=sys.stderr, flush=True)
-
-    def _line(self, seconds: float) -> str:
-        rate = self._done / seconds
-        left = timedelta(seconds=round((self._total - self._done) / rate))
-        shown_rate = f"{rate:.3g}"
-        if rate >= 100:
-            shown_rate = f"{rate:,.0f}"
-        return (
-            f"{self._description}: {self._done:,} of {self._total:,} {self._units} "
-            f"({100 * self._done // self._total} %), {shown_rate} {self._units}/s, {left} left"
-        )
+            line = tqdm.format_meter(
+                self._done, self._total, seconds, prefix=self._description, unit=self._unit, ncols=0
+            )
+            print(line, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """A network that FSDP2 shards over two or four processes is trained as in one process, also after a kill."""
 
+import functools
 import os
 import signal
 import time
@@ -32,7 +33,7 @@ START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 
 
 def ranked():
-    """Batches of 45 images, so two processes have 23 and 22."""
+    """Batches of 44 images, so that two and four processes have equally many."""
     return {
         "loss": SmoothAPLoss(tau=0.01),
         "chunk_size": 11,
@@ -133,6 +134,8 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
         enable_checkpointing=True,
     )
     module = untrained_module(scenario)
+    # As the default optimizer, which is fused unless the network is sharded.
+    module.optimizer = functools.partial(torch.optim.AdamW, lr=0.003, fused=world == 1)
     if scenario == "compiled" and world > 1:
         module.embedder.compile(backend="eager")
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -141,7 +144,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=(), h
     elif not is_first:  # these weights are replaced by those of the first process
         for parameter in module.parameters():
             parameter.data.add_(1)
-    trainer.fit(module, datamodule=FewGlyphs(), ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule=FewGlyphs(classes_per_batch=11, samples_per_class=4), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "end.ckpt")
     return {
         **{name: getattr(watch, name) for name in ("weights", "losses", "norms", "sharded", "part")},
@@ -233,12 +236,12 @@ def test_any_number_of_processes_continues_from_a_checkpoint(seen, folder, run_p
 
 
 def assert_close(found, expected):
-    """Equal to rounding, however deep. The counts of steps of a fused optimizer are in float32."""
+    """Equal to rounding, however deep, but for the setting `fused`, with which counts of steps are in float32."""
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9, check_dtype=False)
     elif isinstance(expected, dict):
         assert list(found) == list(expected)
-        for key in expected:
+        for key in expected.keys() - {"fused"}:
             assert_close(found[key], expected[key])
     elif isinstance(expected, (list, tuple)):
         assert len(found) == len(expected)

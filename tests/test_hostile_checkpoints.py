@@ -15,7 +15,7 @@ import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss, checkpoints
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import (
     read_checkpoint,
@@ -186,7 +186,7 @@ def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     path = path_of(form, users_folder, folder)
     checkpoint = write_states(folder / "last.ckpt", lambda state: state.update(kept=[path], dirpath=path), "Kept")
     saving = Kept(folder, "{step}", every_n_train_steps=1, save_last=True)
-    with pytest.warns(UserWarning, match=DROPPED):
+    with pytest.warns(UserWarning, match=NOT_DELETED):
         run(folder, 2, checkpoint, [saving])
     assert saving.dirpath == str(folder)
     assert_own_paths([saving], folder)
@@ -249,6 +249,7 @@ def test_a_checkpoint_that_says_it_is_of_an_early_release(users_folder, tmp_path
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     content["pytorch-lightning_version"] = "0.9.0"
     content["checkpoint_callback_best_model_path"] = f"local://{users_folder}"
+    content["checkpoint_callback_best_model_score"] = 0.0
     del content["callbacks"], content["loops"]
     torch.save(content, tmp_path / "last.ckpt")
     saving = [ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)]
@@ -269,11 +270,13 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
     saved = next(folder.glob("newest*.ckpt"))
     photos = folder / "photos.ckpt"
     shutil.copytree(users_folder, photos)
-    (photos / "checkpoint.json").write_text("{}")  # of another program
-    for path in (photos, *(path_of(form, users_folder, folder) for form in FORMS)):
+    (photos / "rest.pt").write_text("of another program")
+    (folder / "notes.txt").write_text("a note")
+    for path in (photos, folder / "notes.txt", *(path_of(form, users_folder, folder) for form in FORMS)):
         with pytest.warns(UserWarning, match=NOT_DELETED):
             done.strategy.remove_checkpoint(path)
     assert (photos / "trip" / "private.txt").read_text() == "private, too"
+    assert (folder / "notes.txt").read_text() == "a note"
     (folder / "linked.ckpt").symlink_to(saved)
     done.strategy.remove_checkpoint(folder / "linked.ckpt")
     assert saved.is_file()
@@ -285,7 +288,7 @@ def test_only_checkpoints_of_the_run_are_removed(users_folder, stored, tmp_path,
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_path):
     done = run(tmp_path / "run", 1)
-    for other in ((), ("notes.txt",), ("0123456789abcdef/notes.txt",)):
+    for other in ((), ("notes.txt",), ("shards/notes.txt",)):
         path = tmp_path / "run" / "sharded.ckpt"
         write_sharded_checkpoint(path, {"epoch": 3})
         for name in other:
@@ -298,45 +301,19 @@ def test_a_sharded_checkpoint_is_removed_without_other_files(users_folder, tmp_p
         shutil.rmtree(path, ignore_errors=True)
 
 
-def without_exchange(monkeypatch):
-    """As on a file system that cannot exchange two names, which no test has.
-
-    Promise 4: nothing of the user is lost there, either.
-    """
-    monkeypatch.setattr(checkpoints, "exchange_names", lambda first, second: False)
-
-
 @NEEDS_SHARDS
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_other_files_of_a_replaced_folder_stay_visible(tmp_path, monkeypatch, exchanges):
-    """A file takes the place of a sharded checkpoint whose folder also has files of the user."""
-    if not exchanges:
-        without_exchange(monkeypatch)
+def test_a_file_takes_the_place_of_a_sharded_checkpoint_without_other_files(tmp_path):
     path = tmp_path / "last.ckpt"
     write_sharded_checkpoint(path, {"epoch": 3})
-    (path / "notes").mkdir()
-    (path / "notes" / "notes.txt").write_text("a note")
-    with pytest.warns(UserWarning, match="had other files in its folder; they are in .*other-files-"):
-        write_checkpoint(path, {"epoch": 4})
+    write_checkpoint(path, {"epoch": 4})
     assert read_checkpoint(path) == {"epoch": 4}
-    (kept,) = [file.relative_to(tmp_path) for file in tmp_path.rglob("*.txt")]
-    assert not any(part.startswith(".") or "last" in part for part in kept.parts)
-    assert len(list(tmp_path.rglob("*.*"))) == 2
-
-
-@NEEDS_SHARDS
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_folder_of_the_user_beside_a_checkpoint_is_no_new_checkpoint(users_folder, tmp_path, monkeypatch):
-    """Also if it is called NAME.new, the name of the new one where names cannot be exchanged."""
-    own, path = tmp_path / "last.ckpt.new", tmp_path / "last.ckpt"
-    shutil.copytree(users_folder, own)
-    without_exchange(monkeypatch)
-    write_sharded_checkpoint(path, {"epoch": 3})
+    path.unlink()
+    write_sharded_checkpoint(path, {"epoch": 5})
+    (path / "notes.txt").write_text("a note")
     with pytest.raises(OSError, match="cannot be written"):
-        write_checkpoint(path, {"epoch": 4})
-    assert read_checkpoint(path) == {"epoch": 3}
-    assert (own / "trip" / "private.txt").read_text() == "private, too"
+        write_checkpoint(path, {"epoch": 6})
+    assert (path / "notes.txt").read_text() == "a note"
 
 
 def test_an_honest_run_continues_as_before(tmp_path):
@@ -349,33 +326,6 @@ def test_an_honest_run_continues_as_before(tmp_path):
     assert len(list(tmp_path.glob("newest*"))) <= 2  # Lightning keeps the one that the run was resumed from
     assert len(list(tmp_path.glob("best*"))) == 1
     assert before - set(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("mode", "choose_best", "choose_worst"), [("max", max, min), ("min", min, max)])
-def test_without_a_foreign_path_the_best_and_the_worst_are_chosen_again(tmp_path, mode, choose_best, choose_worst):
-    """The worst is deleted next."""
-
-    def saving():
-        settings = {"monitor": "train/loss", "mode": mode, "save_top_k": 2, "every_n_train_steps": 1}
-        return ModelCheckpoint(tmp_path, "{step}", **settings)
-
-    saved, restored, foreign = saving(), saving(), str(tmp_path.parent / "foreign.ckpt")
-    run(tmp_path, 2, saving=[saved])
-    scores = dict(saved.best_k_models)
-    best, worst = choose_best(scores, key=scores.get), choose_worst(scores, key=scores.get)
-
-    def change(state):
-        put_everywhere(state, foreign)
-        state["best_k_models"] |= scores
-
-    checkpoint = write_states(Path(best), change)
-    with pytest.warns(UserWarning, match=DROPPED):
-        trainer(callbacks=[restored], enable_checkpointing=True).test(
-            module(), datamodule=PointData(), ckpt_path=checkpoint, weights_only=True
-        )
-    assert restored.best_k_models == scores
-    assert (restored.best_model_path, restored.kth_best_model_path) == (best, worst)
-    assert (restored.best_model_score, restored.kth_value) == (scores[best], scores[worst])
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -398,9 +348,9 @@ def test_another_folder(tmp_path, moved):
 
 
 def test_a_folder_where_a_checkpoint_would_be_saved(users_folder, tmp_path):
-    """Neither a link nor a file takes the place of a folder of the user, even if it has some checkpoint.json."""
+    """Neither a link nor a file takes the place of a folder of the user, even if it has some rest.pt."""
     photos = shutil.copytree(users_folder, tmp_path / "last.ckpt")
-    (photos / "checkpoint.json").write_text("{}")
+    (photos / "rest.pt").write_text("of another program")
     with pytest.raises(ValueError, match="save_last='link'"):
         run(tmp_path, 1, saving=callbacks(tmp_path, save_last="link")[1:])
     with pytest.raises(OSError, match="cannot be written"):

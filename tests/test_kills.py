@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss, checkpoints, files
-from lightning_retrieval.checkpoints import torch_writes_shards, write_sharded_checkpoint
+from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss, files
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.search.commands.export import export_model
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
@@ -25,7 +24,6 @@ from tests.lightning_retrieval.search.store.vectors import built, vectors
 from tests.processes import StartedCommand
 
 OTHER_FILE_SYSTEM = Path("/dev/shm")
-NEEDS_SHARDS = pytest.mark.skipif(not torch_writes_shards(), reason="needs torch 2.9")
 
 
 def new_module(value):
@@ -57,61 +55,16 @@ def save_file_asynchronously(path, value):
     save_file(path, value, [AsyncCheckpointIO()])
 
 
-class OwnCheckpointIO(TorchCheckpointIO):
-    """A user's, which calls Lightning's method."""
-
-    def __init__(self, note):
-        self.note = note
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        super().save_checkpoint({**checkpoint, "note": self.note}, path, storage_options)
-
-
-def save_file_with_a_note(path, value):
-    save_file(path, value, [OwnCheckpointIO("a note")])
-    assert torch.load(path)["note"] == "a note"
-
-
-def save_shards(path, value):
-    module = new_module(value)
-    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
-    module.on_save_checkpoint(content)
-    path.parent.mkdir(exist_ok=True)
-    write_sharded_checkpoint(path, {"pytorch-lightning_version": pl.__version__, **content})
-
-
-def save_shards_in_steps(*args):
-    """As on a file system that cannot exchange two names, which no test has (promise 4)."""
-    checkpoints.exchange_names = lambda first, second: False
-    save_shards(*args)
-
-
-def save_file_in_steps(*args):
-    checkpoints.exchange_names = lambda first, second: False
-    save_file(*args)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (save_file, save_file),
-        (save_file, save_file_asynchronously),
-        (save_file, save_file_with_a_note),
-        pytest.param(save_file, save_shards, marks=NEEDS_SHARDS),
-        pytest.param(save_shards, save_file, marks=NEEDS_SHARDS),
-        pytest.param(save_file, save_shards_in_steps, marks=NEEDS_SHARDS),
-        pytest.param(save_shards, save_file_in_steps, marks=NEEDS_SHARDS),
-    ],
-)
-def test_a_checkpoint_that_replaces_another_one(first, then, run_alone, tmp_path):
+@pytest.mark.parametrize("save", [save_file, save_file_asynchronously])
+def test_a_checkpoint_that_replaces_another_one(save, run_alone, tmp_path):
     """The name always has a checkpoint, the old or the new one, which can be loaded."""
     before, folder = tmp_path / "before", tmp_path / "folder"
-    run_alone(call, first, before / "last.ckpt", 1.0)
+    run_alone(call, save_file, before / "last.ckpt", 1.0)
     found = []
     for _ in killed_everywhere(
-        then, folder / "last.ckpt", 2.0, folder=folder, before=before, processes=tmp_path / "processes"
+        save, folder / "last.ckpt", 2.0, folder=folder, before=before, processes=tmp_path / "processes"
     ):
         found.append(value_of(folder / "last.ckpt"))
     assert found == sorted(found)

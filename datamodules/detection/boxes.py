@@ -16,10 +16,7 @@ from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, checked
 from lightning_retrieval.checks import (
-    check_bool,
-    check_instance,
     check_path,
-    check_sequence,
     check_strings,
     short_repr,
 )
@@ -57,7 +54,7 @@ class BoxIndex:
         class_names: names of the classes 1, 2, ...
 
     Raises:
-        TypeError: if `paths` or `class_names` is not a sequence of strings.
+        TypeError: if `paths` or `class_names` is a single string.
         ValueError: if there is no image; if lengths differ; if a label is not from 1 to the number of classes; if a box
             has no area or is not finite.
 
@@ -76,7 +73,6 @@ class BoxIndex:
     ) -> None:
         check_strings("paths", paths, owner="BoxIndex")
         check_strings("class_names", class_names, owner="BoxIndex")
-        check_sequence("objects", objects, owner="BoxIndex")
         if len(paths) == 0:
             raise InvalidValue("must have at least one image", "BoxIndex", "paths", got="none")
         if len(class_names) == 0:
@@ -105,7 +101,7 @@ class BoxIndex:
 
     def count_objects(self, *, difficult: bool = False) -> int:
         """Number of objects; difficult objects are only counted if `difficult` is True."""
-        if check_bool("difficult", difficult, owner="BoxIndex"):
+        if difficult:
             return len(self._labels)
         return int((~self._difficult).sum())
 
@@ -174,7 +170,6 @@ class BoxSet(Dataset[Item]):
             `RetrievalDataLoader` gives each index decides about the flip.
 
     Raises:
-        TypeError: if `train` is not a bool.
         ValueError: when an item is read, if the image cannot be decoded or a box is outside the image.
         FileNotFoundError: when an item is read, if the file does not exist.
 
@@ -191,10 +186,9 @@ class BoxSet(Dataset[Item]):
     """
 
     def __init__(self, index: BoxIndex, root: str | Path, *, train: bool = False) -> None:
-        check_instance("index", index, BoxIndex, owner="BoxSet")
         self.index = index
         self.root = check_path("root", root, owner="BoxSet")
-        self.train = checked(self, train=train)
+        self.train = train
 
     def __len__(self) -> int:
         return len(self.index)
@@ -295,7 +289,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.eval_batch_size = checked(self, eval_batch_size=eval_batch_size)
         self.num_workers = checked(self, num_workers=num_workers)
         self.seed = seed_or_default(checked(self, seed=seed))
-        self.pin_memory = checked(self, pin_memory=pin_memory)
+        self.pin_memory = pin_memory
 
     @property
     @abstractmethod

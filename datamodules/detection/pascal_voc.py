@@ -9,7 +9,6 @@ from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table_file import ListFile, find_file
-from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 
 Year = Literal["VOC2007", "VOC2012"]
@@ -112,7 +111,6 @@ def read_annotation(path: Path) -> Objects:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
-    check_regular_file(path)
     try:
         tree = ElementTree.parse(path)
     except FileNotFoundError:

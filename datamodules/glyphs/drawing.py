@@ -43,7 +43,6 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
 
     Raises:
         ValueError: if `cache_dir` is an empty string.
-        TypeError: if `cache_dir` is not a string, a path or None.
         FileNotFoundError: if the user has no home folder.
     """
     if cache_dir is None:
@@ -163,7 +162,6 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
             anything is drawn, and has the type of the system's error, such as `PermissionError` or
             `NotADirectoryError`.
         ValueError: if `cache_dir` is an empty string.
-        TypeError: if `cache_dir` is not a string, a path or None.
         FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.
 
     Example:

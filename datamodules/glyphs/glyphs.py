@@ -13,7 +13,7 @@ from torch.nn.functional import grid_sample
 from torch.utils.data import Dataset
 
 from lightning_retrieval.arguments import Seed, checked
-from lightning_retrieval.checks import check_instance, check_path, check_strings
+from lightning_retrieval.checks import check_path, check_strings
 from lightning_retrieval.datamodules.base import RetrievalDataModule, check_no_unknown_arguments
 from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
@@ -39,7 +39,6 @@ class GlyphDataset(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: if `split` or `channels` has another value.
-        TypeError: if `augment` is not a bool, or `glyphs` is not a `GlyphImages`.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
@@ -62,8 +61,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
     ) -> None:
         checked(self, split=split)
         self.channels = checked(self, channels=channels)
-        self.augment = checked(self, augment=augment)
-        check_instance("glyphs", glyphs, GlyphImages, owner="GlyphDataset")
+        self.augment = augment
         chosen = glyphs.splits == split
         self.images = torch.from_numpy(glyphs.images[chosen])
         self.labels: Int[Tensor, " item"] = torch.from_numpy(glyphs.labels[chosen])
@@ -108,8 +106,7 @@ class Glyphs(RetrievalDataModule):
     Raises:
         ValueError: if a number is out of its range, or `fonts` is empty; when the images are loaded, if a font is not
             installed.
-        TypeError: if a number is not an integer, `augment` is not a bool, `fonts` does not hold strings, or `cache_dir`
-            is not a path.
+        TypeError: if a number is not an integer, or `fonts` is a single string.
         OSError: if the cache folder cannot be written.
 
     Example:
@@ -142,7 +139,7 @@ class Glyphs(RetrievalDataModule):
             num_workers=num_workers,
             seed=seed,
         )
-        self.augment = checked(self, augment=augment)
+        self.augment = augment
         self.channels = checked(self, channels=channels)
         self.fonts: tuple[str, ...] | None = None
         if fonts is not None:

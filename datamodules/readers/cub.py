@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -39,7 +38,6 @@ class CUB200(ImageDataModule):
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a line lacks a field; if an id is not an integer, occurs twice or is missing in another list; if
             a class is not from 1 to 200; if a box is empty or not four finite numbers.
-        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import CUB200
@@ -62,7 +60,7 @@ class CUB200(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.boxes = checked(self, boxes=boxes)
+        self.boxes = boxes
 
     @owned
     def sources(self) -> list[Path]:

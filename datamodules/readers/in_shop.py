@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
@@ -54,7 +53,6 @@ class InShop(ImageDataModule):
         ValueError: if both `boxes` and `high_res` are True; if the number of images in a list differs from the number
             in its first line, the header differs, or a line lacks a field; if an image occurs twice, has an unknown
             status, or has no box or an empty box.
-        TypeError: if `boxes` or `high_res` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import InShop
@@ -86,8 +84,8 @@ class InShop(ImageDataModule):
         self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Unpack[ImageSettings]
     ) -> None:
         super().__init__(root, **settings)
-        self.boxes = checked(self, boxes=boxes)
-        self.high_res = checked(self, high_res=high_res)
+        self.boxes = boxes
+        self.high_res = high_res
         if boxes and high_res:
             raise InvalidValue(
                 "`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 "

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -81,7 +80,7 @@ class LandmarksClean(ImageDataModule):
 
     def __init__(self, root: str | Path, *, images: str = "images", **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.images = checked(self, images=images)
+        self.images = images
 
     @owned
     def sources(self) -> list[Path]:

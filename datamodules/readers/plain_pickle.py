@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.invalid import InvalidValue
 
 MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
@@ -34,7 +33,6 @@ def load_plain_pickle(path: Path) -> Any:
         ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
             containers nested more than `MOST_LEVELS` deep.
     """
-    check_regular_file(path)
     with path.open("rb") as file:
         try:
             value = _PlainUnpickler(file).load()

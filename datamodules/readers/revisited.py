@@ -247,7 +247,7 @@ class _Revisited(ImageDataModule):
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
-        self.crop_queries = checked(self, crop_queries=crop_queries)
+        self.crop_queries = crop_queries
         self.image_size = self.longer_side = checked(self, image_size=image_size)
 
     @property
@@ -399,7 +399,7 @@ class RevisitedOxford(_Revisited):
             where it may be.
         ValueError: if the pickle needs anything but plain values and arrays (no code in it is run), has the format of
             the original protocol, or has an invalid value.
-        TypeError: if `crop_queries` is not a bool, or `image_size` is not an integer.
+        TypeError: if `image_size` is not an integer.
 
     Example:
         >>> import pickle

@@ -74,7 +74,6 @@ class VehicleID(ImageDataModule):
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
             image occurs twice or with two vehicles, or a vehicle has no images or two models; for `"reid"`, if no
             vehicle of a test set has two images.
-        TypeError: if `select_by_vid` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID
@@ -114,7 +113,7 @@ class VehicleID(ImageDataModule):
         with owned_by(type(self).__name__):
             self.sizes = _check_sizes(sizes)
         self.protocol = checked(self, protocol=protocol)
-        self.select_by_vid = checked(self, select_by_vid=select_by_vid)
+        self.select_by_vid = select_by_vid
 
     @owned
     def sources(self) -> list[Path]:

@@ -10,7 +10,6 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import first_of
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
@@ -46,7 +45,6 @@ class VGGFace2(ImageDataModule):
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
         ValueError: if a line is not the path of an image in a person's folder; if an image occurs twice, or has no box,
             an empty box or several different boxes.
-        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from pathlib import Path
@@ -73,7 +71,7 @@ class VGGFace2(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
-        self.boxes = checked(self, boxes=boxes)
+        self.boxes = boxes
 
     @owned
     def sources(self) -> list[Path]:

@@ -118,7 +118,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     module = DetectionModule(
         detector,
         loss,
-        optimizer=partial(torch.optim.AdamW, lr=run.lr),
+        optimizer=partial(torch.optim.AdamW, lr=run.lr, fused=True),
         lr_scheduler=partial(schedule, steps=run.steps),
         lr_scheduler_interval="step",
         seed=seed,

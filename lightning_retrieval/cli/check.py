@@ -11,12 +11,10 @@ from jsonargparse import ArgumentParser
 
 from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.command_line import (
-    did_you_mean,
     imports_of_command,
     null_for_none,
     one_line,
     printable,
-    unknown_option,
     with_options,
 )
 from lightning_retrieval.invalid import Invalid
@@ -111,8 +109,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     with imports_of_command():
         known = data_modules()
     if named.data not in known:
-        meant = did_you_mean(named.data, list(known)) or f"; --data is one of {', '.join(sorted(known))}"
-        parser.error(f"there is no data module {named.data!r}{meant}")
+        parser.error(f"there is no data module {named.data!r}; --data is one of {', '.join(sorted(known))}")
     parser.add_argument("--data", choices=sorted(known), metavar="NAME", help="the data module")
     data_module = known[named.data]
     parser.add_class_arguments(data_module, fail_untyped=False, sub_configs=True)
@@ -147,7 +144,7 @@ def _print_start(data: str, rest: Sequence[str]) -> None:
 
 
 class _Parser(ArgumentParser):
-    """A parser that prints an error as one line; for an unknown option, it names a similar option."""
+    """A parser that prints an error as one line."""
 
     def parse_args(self, args: Sequence[str], *further: Any, **settings: Any) -> Any:  # type: ignore[override]
         """Parse arguments, in which None and null are the same."""
@@ -157,5 +154,4 @@ class _Parser(ArgumentParser):
         """Print the error and exit."""
         if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
             super().error(message, ex)
-        sentence = invalid_value(message) or unknown_option(self, message, positional=f"a folder is given as {EXAMPLE}")
-        self.exit(2, one_line(PROGRAM, sentence))
+        self.exit(2, one_line(PROGRAM, invalid_value(message) or message))

@@ -15,7 +15,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter, Namespace, get_loader, set_dumper, set_loader
 
-from lightning_retrieval import callbacks, datamodules, losses
+from lightning_retrieval import callbacks, datamodules
 from lightning_retrieval.backend import (
     LightningArgumentParser,
     LightningCLI,
@@ -44,23 +44,19 @@ from lightning_retrieval.checkpoints import (
 )
 from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
 from lightning_retrieval.cli.invalid_values import invalid_value
-from lightning_retrieval.cli.resume import FORMAT_LINE, find_checkpoint_of_run, find_last_checkpoint, format_of_config
-from lightning_retrieval.command_line import command_line_message, did_you_mean, null_for_none, unknown_option
+from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_checkpoint_of_run, find_last_checkpoint
+from lightning_retrieval.command_line import command_line_message, null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
-from lightning_retrieval.files import NO_SPACE, NOT_PERMITTED, folder_lock, new_file, reason, writing
+from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
 from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.plain_data import (
-    FORMAT,
     INSTALLED,
-    accepted_arguments,
+    KWARGS,
     add_named_packages,
     constructor_parameters,
     is_variadic,
     load_function,
-    moved_arguments,
-    named_values,
-    upgraded,
 )
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # for --model RetrievalModule
@@ -82,7 +78,6 @@ EXAMPLES = {
     "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
     "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
 }
-POSITIONAL = "a config is given as --config FILE, a checkpoint as --ckpt_path FILE"
 CONFIGS = "lightning-retrieval"  # name of the mode of jsonargparse that reads configs
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # The compact help shows the name of each option, the first sentence of its description, and its default.
@@ -91,11 +86,8 @@ INDENT = 4  # further indentation, in columns, of a description on separate line
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
 LEADING_DEFAULT = re.compile(r"^Defaults to `+\w+`+\. ")  # before the first sentence that describes an option
 # Patterns of error messages of jsonargparse.
-UNKNOWN_CLASS = re.compile(
-    r"Expected a dot import path string: (\w+)(?=\s|$)|module 'lightning_retrieval[\w.]*' has no attribute '(\w+)'"
-)
-# This pattern finds a suggestion of this library in a longer message.
-SUGGESTION = re.compile(r"^[ -]*((?:there is no class .*\?|\w+ has no argument .*))$", flags=re.MULTILINE)
+# This pattern finds a sentence of this library in a longer message.
+OF_NESTED = re.compile(r"^[ -]*(\w+ has no argument .*)$", flags=re.MULTILINE)
 UNKNOWN_ARGUMENT = re.compile(
     r"(?:Parser key \"([\w.]+)\":\s+)?Problem with given class_path '([\w.]+)':\s+Option '([\w-]+)[\w.-]*' is not"
 )
@@ -104,7 +96,6 @@ OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclas
 BASES = {"CheckpointedModule": ("model", "RetrievalModule"), "LightningDataModule": ("data", "LightningDataModule")}
 OF_SWEEP = re.compile(r"does not accept option 'parameters\.")
 SWEEP = "--config must be a config of a run, got one of a sweep of Weights & Biases; `wandb sweep FILE` starts a sweep"
-CLASS_SIMILARITY = 0.75  # least similarity for a suggestion; SupConLoss and TripletLoss get no suggestion
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
@@ -143,30 +134,10 @@ def _of_this_backend(args: Sequence[str]) -> list[str]:
     return changed
 
 
-MOST_VALUES = 100_000  # in a config or an option
-OPTIONS_OF_RUN = {"ckpt_path", "data", "model", "seed_everything", "trainer"}  # in each config that a run has saved
-
-
 def _load_config(text: str) -> Any:
     """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
-    value = get_loader("yaml")(text)
-    for number, _ in enumerate(named_values("config", value), 1):
-        if number > MOST_VALUES:  # lists of a short text can repeat lists that repeat lists
-            raise yaml.YAMLError(f"aliases make it longer than {MOST_VALUES:,} values")
-    value = of_this_backend(value)
-    is_of_run = isinstance(value, dict) and value.keys() >= OPTIONS_OF_RUN
-    if is_of_run and format_of_config(text) < FORMAT:
-        value["model"] = _upgraded(value["model"])
-    return value
-
-
-def _upgraded(model: Any) -> Any:
-    """The model in the config of a run of format 1, with its present arguments."""
-    try:
-        accepted = accepted_arguments(load_function("model", model["class_path"]))
-        return {**model, "init_args": upgraded(model["init_args"], accepted)}
-    except (AttributeError, KeyError, TypeError, ValueError):  # jsonargparse says what is wrong
-        return model
+    check_format(text)
+    return of_this_backend(get_loader("yaml")(text))
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
@@ -324,6 +295,7 @@ class RetrievalCLI(LightningCLI):
             self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self.model.hparams)
         settings.pop("_instantiator", None)
+        settings.pop(KWARGS, None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
         given = self.config[subcommand].model.as_dict()
         if subcommand != "fit":  # an evaluation uses no others
@@ -428,7 +400,7 @@ class RetrievalCLI(LightningCLI):
                     self.parser.error(str(error))
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
-                if error.errno in (*NO_SPACE, *NOT_PERMITTED):
+                if error.errno in NOT_WRITABLE:
                     self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
                 raise
 
@@ -639,13 +611,13 @@ class _Parser(LightningArgumentParser):
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""
         if message.startswith("the following arguments are required: "):
             message += "; give a config, --config FILE"
-        sentence = _suggestion(message)
+        sentence = _explained(message)
         if sentence is None and self.exit_on_error:  # the parser of a class does not know the name of the class
             sentence = invalid_value(message)
-        super().error(sentence or unknown_option(self, message, positional=POSITIONAL), ex)
+        super().error(sentence or message, ex)
 
 
-def _suggestion(message: str) -> str | None:
+def _explained(message: str) -> str | None:
     """A sentence to replace jsonargparse's message about an unknown name or a config of another program; else None."""
     if OF_SWEEP.search(message) is not None:
         return SWEEP
@@ -659,21 +631,16 @@ def _suggestion(message: str) -> str | None:
     if other is not None and other[2] in BASES:
         key, base = BASES[other[2]]
         return f"`{key}` must be of the class {base} or a subclass, got {other[1]}"
-    of_nested = SUGGESTION.search(message)
+    of_nested = OF_NESTED.search(message)
     if of_nested is not None:
         return of_nested[1]
-    name = UNKNOWN_CLASS.search(message)
-    if name is not None:
-        meant = _class_meant(name[1] or name[2])
-        if meant:
-            return meant
     unknown = UNKNOWN_ARGUMENT.search(message)
     if unknown is None or invalid_value(message[: unknown.start()]):
         return None
-    return _argument_meant(*unknown.groups())
+    return _unknown_argument(*unknown.groups())
 
 
-def _argument_meant(key: str | None, path: str, unknown: str) -> str | None:
+def _unknown_argument(key: str | None, path: str, unknown: str) -> str | None:
     """A sentence on an unknown argument of a class; None if the class is not known."""
     module, _, name_of_class = path.rpartition(".")
     cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
@@ -683,31 +650,8 @@ def _argument_meant(key: str | None, path: str, unknown: str) -> str | None:
     if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
         return None
     names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
-    shown = dict(zip(names, names))
-    for old, moved in moved_arguments(names).items():
-        shown[old] = str(moved)
-    meant = did_you_mean(unknown, shown)
-    if not meant and names:
-        meant = f"; {key or 'it'} is a {name_of_class}, whose arguments are {', '.join(names)}"
-    return meant and f"{name_of_class} has no argument {unknown}{meant}"
-
-
-def _class_meant(name: str) -> str | None:
-    """A sentence on an unknown class; None if the class may be the user's own, given without its module."""
-    classes = _classes()
-    if any(name.endswith(known) for known in classes if name != known):  # such as MyRetrievalModule
-        return None
-    meant = did_you_mean(name, classes, similarity=CLASS_SIMILARITY)
-    return meant and f"there is no class {name}{meant}"
-
-
-def _classes() -> dict[str, str]:
-    """The paths of the models, losses, callbacks and data modules of this library, by the names of the classes."""
-    paths = {"RetrievalModule": "lightning_retrieval.RetrievalModule"}
-    for package in (losses, callbacks, datamodules):
-        for name in package.__all__:
-            paths[name] = f"{package.__name__}.{name}"
-    return paths
+    of_class = f"{key or 'it'} is a {name_of_class}, whose arguments are {', '.join(names)}"
+    return f"{name_of_class} has no argument {unknown}; {of_class}"
 
 
 class _SaveConfig(SaveConfigCallback):

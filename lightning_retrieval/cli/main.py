@@ -29,7 +29,6 @@ from lightning_retrieval.command_line import (
     CommandParser,
     command_line_message,
     command_parser,
-    did_you_mean,
     imports_of_command,
     read_by_another_program,
 )
@@ -134,8 +133,7 @@ def _parse_command(args: Sequence[str]) -> str:
     if not args:
         parser.error(f"a command is required: {', '.join(descriptions)}")
     if args[0] not in descriptions and not args[0].startswith("-"):
-        meant = did_you_mean(args[0], list(descriptions))
-        parser.error(f"there is no command {args[0]!r}, only {', '.join(descriptions)}{meant}")
+        parser.error(f"there is no command {args[0]!r}, only {', '.join(descriptions)}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, description in descriptions.items():
         commands.add_parser(name, help=description, add_help=False)

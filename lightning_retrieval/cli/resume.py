@@ -14,9 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 from lightning_retrieval.checkpoints import checkpoints_in, saved_at
 from lightning_retrieval.invalid import InvalidValue, MissingFile
-from lightning_retrieval.plain_data import FORMAT, upgraded
-from lightning_retrieval.plain_data.describe import constructor_parameters
-from lightning_retrieval.plain_data.rules import imported_object
+from lightning_retrieval.plain_data import FORMAT
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # sections of a config that must be equal
@@ -102,56 +100,21 @@ def _is_same_config(path: Path, config: str) -> bool:
         saved = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
-    if all(_section(saved, name) == _section(config, name) for name in COMPARED):
-        return True
-    return _has_settings_of(saved, config)
+    return all(_section(saved, name) == _section(config, name) for name in COMPARED)
 
 
-def format_of_config(text: str) -> int:
-    """The number of the format of the config of a run; 1 if it has no number."""
-    found = re.search(r"^# lightning_retrieval format (\d{1,9})$", text, re.MULTILINE)
-    if found is None:
-        return 1
-    return int(found[1])
+def check_format(config: str) -> None:
+    """Raise if the config of a run has the number of another format.
 
+    Args:
+        config: the text of the config, or of any other one, which has no number.
 
-def _has_settings_of(saved: str, config: str) -> bool:
-    """Whether a config that an earlier release may have saved has the present model and data.
-
-    Both have all arguments of their release. An argument that has been added since has its default in the saved config.
+    Raises:
+        yaml.YAMLError: if the number is not `FORMAT`.
     """
-    present = yaml.safe_load(config)
-    try:
-        earlier = yaml.safe_load(saved)
-        if format_of_config(saved) < FORMAT:
-            arguments = upgraded(earlier["model"]["init_args"], present["model"]["init_args"])
-            earlier["model"]["init_args"] = arguments
-        return all(_agree(earlier[name], present[name]) for name in COMPARED)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError, yaml.YAMLError):  # no config of a run
-        return False
-
-
-def _agree(saved: Any, present: Any) -> bool:
-    """Whether a saved value is the present one. An argument that saved ones lack counts as its default or None."""
-    if isinstance(saved, dict) and isinstance(present, dict):
-        if isinstance(saved.get("init_args"), dict):
-            saved = {**saved, "init_args": {**_defaults(present), **saved["init_args"]}}
-        return saved.keys() <= present.keys() and all(_agree(saved.get(name), present[name]) for name in present)
-    if isinstance(saved, list) and isinstance(present, list):
-        return len(saved) == len(present) and all(map(_agree, saved, present))
-    return bool(saved == present)
-
-
-def _defaults(described: dict[str, Any]) -> dict[str, Any]:
-    """The defaults, if they are numbers or strings, of the arguments that a config gives to a class."""
-    found, arguments = imported_object(str(described.get("class_path"))), described.get("init_args")
-    if not isinstance(found, type) or not isinstance(arguments, dict):
-        return {}
-    defaults = {}
-    for parameter in constructor_parameters(found):
-        if parameter.name in arguments and isinstance(parameter.default, int | float | str):
-            defaults[parameter.name] = parameter.default
-    return defaults
+    found = re.search(r"^# lightning_retrieval format (\d+)$", config, re.MULTILINE)
+    if found is not None and found[0] != f"# {FORMAT_LINE}":
+        raise yaml.YAMLError(f"it has the format {found[1]}, but this release of lightning-retrieval reads {FORMAT}")
 
 
 def _section(config: str, name: str) -> list[str]:

@@ -11,7 +11,7 @@ from lightning_retrieval.command_line import (
     command_parser,
     printable,
 )
-from lightning_retrieval.first_checks import check_images_exist, check_integers
+from lightning_retrieval.first_checks import check_images_exist
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
@@ -28,7 +28,6 @@ def shrink(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
 
     try:
-        check_integers(options, {"size": 1, "workers": 1})
         check_images_exist(options.images)
         from lightning_retrieval.preparation.shrink import shrink_images  # imports torch
 

@@ -21,11 +21,11 @@ from torch.nn.functional import one_hot
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers
 from lightning_retrieval.checks import check_finite, check_integers, check_matrix
 from lightning_retrieval.detection.targets import check_class_labels
-from lightning_retrieval.distributed import rank
+from lightning_retrieval.distributed import gather_rows, rank, world_size
 from lightning_retrieval.invalid import owned
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.training.step import gather_batch
+from lightning_retrieval.training.batch import gather_embeddings
 
 # Below this value of 1 - mAP, a zero gradient is normal: lambda may be too small to correct the few remaining errors.
 LARGE_LOSS = 0.1
@@ -94,7 +94,7 @@ class DetectionAPLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = checked(self, weight=weight)
-        self.gather = checked(self, gather=gather)
+        self.gather = gather
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)
         self.interclass_coef = checked(self, interclass_coef=interclass_coef)
@@ -118,8 +118,10 @@ class DetectionAPLoss(nn.Module):
         check_class_labels(labels, 0, class_logits.shape[1] - 1)
         check_finite("class_logits", class_logits)
         if self.gather:
-            gathered = gather_batch(class_logits, labels, None, gather=True, local_queries=False)
-            class_logits, labels = gathered[0], gathered[1].labels
+            local = torch.tensor([len(labels)], device=labels.device)
+            counts = gather_rows(local, [1] * world_size()).tolist()
+            labels = gather_rows(labels, counts)
+            class_logits = gather_embeddings(class_logits, counts, local_queries=False)
         scores, targets = foreground_lists(class_logits, labels)
         if len(scores) == 0:
             return 0 * scores.sum()

@@ -20,8 +20,6 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import (
     check_finite,
     check_integers,
-    check_mapping,
-    check_sequence,
     check_tensor,
     short_repr,
 )
@@ -58,7 +56,7 @@ class DetectionMetric(Metric):
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
-        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+        TypeError: if `classes` is not an integer; in `update`, if an entry of a detection or a target is not a tensor.
     """
 
     is_differentiable = False
@@ -85,8 +83,6 @@ class DetectionMetric(Metric):
             targets: for each image, `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`,
                 and `difficult` and `iscrowd` (objects,): objects for which one of them is true are ignored.
         """
-        check_sequence("detections", detections)
-        check_sequence("targets", targets)
         if len(detections) != len(targets):
             rule = "must be one for each target"
             raise InvalidValue(rule, argument="detections", got=f"{len(detections)} for {len(targets)} in `targets`")
@@ -169,7 +165,6 @@ class DetectionMetric(Metric):
 def _boxes_and_labels(name: str, given: Any, classes: int) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
     """The boxes and labels of one image; raises if they are invalid."""
     keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
-    check_mapping(name, given)
     for key in keys:
         if key not in given:
             rule = f"must have the keys {', '.join(keys)} for each image"
@@ -235,7 +230,7 @@ class COCOMetrics(DetectionMetric):
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite; in `compute`, if images with the same `image_id` have other objects.
-        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+        TypeError: if `classes` is not an integer; in `update`, if an entry of a detection or a target is not a tensor.
         ModuleNotFoundError: if faster-coco-eval is not installed.
 
     Example:

@@ -34,6 +34,7 @@ class DetectionModule(OptimizedModule):
         detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
         loss: replaces the cross entropy of the box classifier; None keeps the cross entropy.
         optimizer: called with the parameter groups. It is a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+            None means `torch.optim.AdamW`, with `fused=True` where `RetrievalModule` gives it.
         lr_scheduler: called with the optimizer; None for no scheduler. A scheduler with an end needs the number of
             steps as an argument, such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
@@ -64,7 +65,7 @@ class DetectionModule(OptimizedModule):
         detector: nn.Module,
         loss: nn.Module | None = None,
         *,
-        optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_frequency: int = 1,

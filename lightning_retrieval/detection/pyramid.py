@@ -73,8 +73,6 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         detections_per_image: PositiveInt = 100,
     ) -> None:
         checked(self, num_classes=num_classes)
-        checked(self, backbone_name=backbone_name)
-        checked(self, pretrained=pretrained)
         checked(self, min_size=min_size)
         check_integer("max_size", max_size, least=min_size, owner=type(self).__name__)
         checked(self, pyramid_channels=pyramid_channels)

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from lightning_retrieval.arguments import Rule, checked
-from lightning_retrieval.checks import check_positive
+from lightning_retrieval.arguments import checked, numbers
+from lightning_retrieval.checks import SMALLEST
 from lightning_retrieval.detection.metric import DetectionMetric
 
 
@@ -120,8 +120,8 @@ class VOCMetrics(DetectionMetric):
     Raises:
         ValueError: if a number is out of its range; in `update`, if shapes do not match, a label is out of its range,
             or a score or a box is not finite.
-        TypeError: if an argument has the wrong type; in `update`, if a detection or a target is not a mapping of
-            tensors.
+        TypeError: if an argument has the wrong type; in `update`, if an entry of a detection or a target is not a
+            tensor.
 
     Example:
         >>> import torch
@@ -145,13 +145,13 @@ class VOCMetrics(DetectionMetric):
         self,
         classes: int,
         *,
-        iou_threshold: Annotated[float, Rule(check_positive, most=1)] = 0.5,
+        iou_threshold: Annotated[float, numbers(SMALLEST, 1)] = 0.5,
         eleven_points: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(classes, **kwargs)
         self.iou_threshold = checked(self, iou_threshold=iou_threshold)
-        self.eleven_points = checked(self, eleven_points=eleven_points)
+        self.eleven_points = eleven_points
 
     def compute(self) -> dict[str, Tensor]:
         """`AP50`, the mean over the classes with objects, and `AP50_per_class`, NaN for classes without objects.

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.checks import check_instance
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
@@ -62,8 +61,8 @@ class RetrievalLoss(BatchLoss, ABC):
     ) -> None:
         super().__init__()
         self.reduction = checked(self, reduction=reduction)
-        self.class_balanced = checked(self, class_balanced=class_balanced)
-        self.include_self = checked(self, include_self=include_self)
+        self.class_balanced = class_balanced
+        self.include_self = include_self
         self._warned_of_no_positive = False
 
     @property
@@ -100,7 +99,6 @@ class RetrievalLoss(BatchLoss, ABC):
         Args:
             relevance: a rule of relevance.
         """
-        check_instance("relevance", relevance, Relevance, owner=self.name)
         if self.graded:
             raise InvalidType(
                 "must be None, because the relevance of this loss is the number of label levels that two images share",

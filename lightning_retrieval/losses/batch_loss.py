@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
-from lightning_retrieval.checks import as_int64, check_no_transform
+from lightning_retrieval.checks import as_int64
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
@@ -169,7 +169,6 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
         """
-        check_no_transform(embeddings=embeddings, labels=labels, ref_emb=ref_emb)
         columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
-from lightning_retrieval.checks import check_finite, check_float, check_no_transform, check_positive, check_tensor
+from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
 from lightning_retrieval.invalid import InvalidType
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
@@ -92,7 +92,6 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
         rule = "must be floating point with lists along the last dimension"
         raise InvalidType(rule, "blackbox_rank", "scores", got=f"{scores.dtype} of shape {tuple(scores.shape)}")
     check_float("scores", scores, owner="blackbox_rank")
-    check_no_transform(scores=scores, owner="blackbox_rank")
     check_finite("scores", scores, owner="blackbox_rank")
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)
     return ranks
@@ -441,6 +440,7 @@ class BlackboxRecallLoss(PairLoss):
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
+        checked(self, pair_mean=pair_mean)
         super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
-from lightning_retrieval.checks import check_finite_number, check_instance, check_positive, check_sequence, short_repr
+from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.lists import check_batch
@@ -42,7 +42,7 @@ class NestedLoss(BatchLoss):
         ValueError: if `dims` is empty or does not ascend, the number of weights differs from the number of `dims`, or a
             weight is not from -1e12 to 1e12; when called, if the embeddings have fewer dimensions than the last of
             `dims`.
-        TypeError: if `loss` is not a module, or is a loss of pytorch-metric-learning that learns proxies; if a number
+        TypeError: if `loss` is a loss of pytorch-metric-learning that learns proxies; if a number
             has the wrong type.
 
     Example:
@@ -69,7 +69,6 @@ class NestedLoss(BatchLoss):
     ) -> None:
         super().__init__()
         with owned_by(type(self).__name__):
-            check_instance("loss", loss, nn.Module)
             self.dims = check_dims(dims)
             self.weights: tuple[float, ...] | None = None
             if weights is not None:
@@ -129,7 +128,6 @@ class NestedLoss(BatchLoss):
 
 
 def _checked_weights(weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
-    check_sequence("weights", weights)
     if len(weights) != len(dims):
         rule = f"must hold one weight for each of the {len(dims)} dims"
         raise InvalidValue(rule, argument="weights", got=short_repr(weights))
@@ -244,7 +242,7 @@ class Ramp(Schedule):
 
     Raises:
         ValueError: if a number is out of its range, or `start` is not below `end`.
-        TypeError: if a number has the wrong type, or `geometric` is not a bool.
+        TypeError: if a number has the wrong type.
 
     Example:
         >>> from lightning_retrieval.losses import Ramp
@@ -267,7 +265,7 @@ class Ramp(Schedule):
         end: Fraction = 1.0,
         geometric: bool = False,
     ) -> None:
-        self.geometric = checked(self, geometric=geometric)
+        self.geometric = geometric
         self.first = checked(self, first=first)
         self.last = checked(self, last=last)
         if geometric:
@@ -303,7 +301,7 @@ class WeightedSum(BatchLoss):
     Raises:
         ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
             training, or a name is empty, has a dot, or is an attribute of a torch module, such as "type".
-        TypeError: if `losses` is not a mapping, a loss is not a module or a weight neither a number nor a schedule.
+        TypeError: if `losses` is not a mapping, or a weight is neither a number nor a schedule.
 
     Example:
         >>> import torch
@@ -349,7 +347,7 @@ class WeightedSum(BatchLoss):
                 _check_term(name, term)
                 weight, loss = term
                 if not isinstance(weight, Schedule):
-                    weight = check_finite_number(f"losses[{name!r}]", weight, rule=" or a schedule")
+                    weight = check_finite_number(f"losses[{name!r}]", weight)
                 self.weights[name] = weight
                 self.parts[name] = as_batch_loss(loss)
             self._check_weights()

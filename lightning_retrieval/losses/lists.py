@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import (
-    check_device,
     check_finite,
     check_float,
     check_integers,
     check_matrix,
-    check_no_transform,
     check_tensor,
     has_finite_sum,
     is_integer,
@@ -129,7 +127,6 @@ class ScoreLists(RankedLists):
         candidate: Tensor | None = None,
         graded: bool = False,
     ) -> None:
-        check_no_transform(scores=scores, relevant=relevant)
         check_float("scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
             raise InvalidValue("must have shape (Q, R) with Q > 0", argument="scores", got=tuple(scores.shape))
@@ -160,7 +157,6 @@ class ScoreLists(RankedLists):
 
 
 def _check_mask(name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
-    check_device(name, mask, scores.device, "scores")
     check_tensor(name, mask)
     if graded and not is_integer(mask):
         raise InvalidType("must be integer levels, 0 for not relevant", argument=name, got=mask.dtype)
@@ -320,18 +316,17 @@ def check_batch(batch: RankedBatch) -> None:
     if len(batch.embeddings) == 0:
         rule = "must hold at least one row"
         raise InvalidValue(rule, argument="embeddings", got=f"shape {tuple(batch.embeddings.shape)}")
-    device, lists = batch.embeddings.device, batch.lists
-    _check_rows(lists.queries, batch.embeddings, "embeddings", device)
+    lists = batch.lists
+    _check_rows(lists.queries, batch.embeddings, "embeddings")
     if batch.queries is not None and not isinstance(batch.queries, QueryRange):
         raise InvalidType("must be a QueryRange or None", argument="queries", got=short_repr(batch.queries))
     if batch.ref_emb is None:
         return
-    check_device("ref_emb", batch.ref_emb, device, "embeddings")
     check_matrix("ref_emb", batch.ref_emb)
     if batch.ref_emb.shape[1] != batch.embeddings.shape[1]:
         got = f"{tuple(batch.ref_emb.shape)} against {tuple(batch.embeddings.shape)}"
         raise InvalidValue("must have the dimension of `embeddings`", argument="ref_emb", got=got)
-    _check_rows(lists.references, batch.ref_emb, "ref_emb", device)
+    _check_rows(lists.references, batch.ref_emb, "ref_emb")
 
 
 def _check_ids_of_both(lists: Lists) -> None:
@@ -343,11 +338,11 @@ def _check_ids_of_both(lists: Lists) -> None:
     raise InvalidValue(f"was given without `{missing}`", argument=given, cure="with `ref_emb` give both or neither")
 
 
-def _check_rows(rows: Rows, embeddings: Tensor, of: str, device: torch.device) -> None:
+def _check_rows(rows: Rows, embeddings: Tensor, of: str) -> None:
     """Raise unless labels and ids have one row for each embedding. `of` is the name of the embeddings."""
     prefix = ""
     if of == "ref_emb":
         prefix = "ref_"
-    check_integers(f"{prefix}labels", rows.labels, len(embeddings), of, device=device, levels=True)
+    check_integers(f"{prefix}labels", rows.labels, len(embeddings), of, levels=True)
     if rows.ids is not None:
-        check_integers(f"{prefix}ids", rows.ids, len(embeddings), of, device=device)
+        check_integers(f"{prefix}ids", rows.ids, len(embeddings), of)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from lightning_retrieval.checks import check_finite, check_instance
+from lightning_retrieval.checks import check_finite
 from lightning_retrieval.distributed import rank, to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
@@ -79,7 +79,7 @@ class ThirdPartyLoss(BatchLoss):
         ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
             fraction of the training; when called, if labels of several levels do not nest, or a loss with weights for
             each class has none for a label.
-        TypeError: if `loss` is not a module; when called, if there are references and the loss cannot exclude the
+        TypeError: when called, if there are references and the loss cannot exclude the
             query's own copy, or if `queries` or `relevance` is given.
 
     Example:
@@ -97,7 +97,6 @@ class ThirdPartyLoss(BatchLoss):
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
-        check_instance("loss", loss, nn.Module, owner=type(self).__name__)
         _check_no_schedule(loss)
         self.loss = loss
 
@@ -118,7 +117,6 @@ class ThirdPartyLoss(BatchLoss):
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise a TypeError: a loss of another library compares labels itself."""
-        check_instance("relevance", relevance, Relevance, owner=type(self.loss).__name__)
         rule = "a third-party loss gets labels only, so `relevance` must be None"
         raise InvalidType(rule, type(self.loss).__name__, got=relevance, cure="use a loss of this library")
 

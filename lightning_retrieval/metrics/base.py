@@ -13,10 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_retrieval.checks import (
     as_int64,
-    check_bool,
-    check_callable,
     check_finite,
-    check_instance,
     check_integers,
     check_matrix,
 )
@@ -63,9 +60,7 @@ class EmbeddingMetric(Metric):
         ValueError: if shapes do not match, an embedding is not finite, an id has two labels or two cameras, there are
             cameras beside a rule, or there are several processes and no ids. With several processes, the error is
             raised on all of them in `compute`.
-        TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers,
-            `embeddings_on_cpu` is not a bool, `query_expansion` or `database_augmentation` is not callable, or
-            `relevance` is not a `Relevance`.
+        TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers.
     """
 
     is_differentiable = False
@@ -89,14 +84,9 @@ class EmbeddingMetric(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        owner = type(self).__name__
-        self.query_expansion = check_callable("query_expansion", query_expansion, may_be_none=True, owner=owner)
-        self.database_augmentation = check_callable(
-            "database_augmentation", database_augmentation, may_be_none=True, owner=owner
-        )
-        self.embeddings_on_cpu = check_bool("embeddings_on_cpu", embeddings_on_cpu, owner=owner)
-        if relevance is not None:
-            check_instance("relevance", relevance, Relevance, owner=owner)
+        self.query_expansion = query_expansion
+        self.database_augmentation = database_augmentation
+        self.embeddings_on_cpu = embeddings_on_cpu
         self.relevance = relevance
         self._error: Exception | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
@@ -160,13 +150,11 @@ class EmbeddingMetric(Metric):
         Unlike torchmetrics' own method, this does not replace the states. `gather` communicates, for any number of rows
         per process, and does not change the rows of this process.
         """
-        check_bool("should_sync", should_sync, owner=type(self).__name__)
         is_available = distributed_available or self.distributed_available_fn
         self._over_processes = should_sync and is_available() and dist.get_world_size(self.process_group) > 1
 
     def unsync(self, should_unsync: bool = True) -> None:
         """Undo `sync`. torchmetrics calls this after `compute`."""
-        check_bool("should_unsync", should_unsync, owner=type(self).__name__)
         self._over_processes = None
 
     @owned
@@ -241,17 +229,16 @@ class EmbeddingMetric(Metric):
         labels, roles = as_int64("labels", labels), as_int64("roles", roles)
         optional = {name: as_int64(name, values) for name, values in optional.items()}
         rows = len(embeddings)
-        device = embeddings.device
-        check_integers("labels", labels, rows, "embeddings", device=device, levels=True)
+        check_integers("labels", labels, rows, "embeddings", levels=True)
         for name, values in {**optional, "roles": roles}.items():
             if values is not None:
-                check_integers(name, values, rows, "embeddings", device=device)
+                check_integers(name, values, rows, "embeddings")
         if self.relevance is not None:
             self.relevance.check_columns("labels", labels)
             _check_no_cameras(self.relevance, optional["cameras"])
         check_finite("embeddings", embeddings, optional["ids"])
         if roles is None:
-            roles = torch.full((rows,), int(Role.BOTH), device=device)
+            roles = torch.full((rows,), int(Role.BOTH), device=embeddings.device)
         else:
             check_roles(roles)
         if rows == 0:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_retrieval.checks import check_mapping, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def _as_list(results: Any) -> list[Results]:
     if not isinstance(results, (list, tuple)) or len(results) == 0:
         raise InvalidType("must be what compute returned, or a list of that", argument="val", got=short_repr(results))
     for step in results:
-        check_mapping("val", step)
         if list(step) != list(results[0]):
             rule = "must hold results with the same names"
             raise InvalidValue(rule, argument="val", got=f"{sorted(results[0])} and {sorted(step)}")

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
-from lightning_retrieval.checks import check_bool, check_integer, check_matrix, check_strings, short_repr
+from lightning_retrieval.checks import check_integer, check_matrix, check_strings, short_repr
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
@@ -247,9 +247,11 @@ class RetrievalMetrics(EmbeddingMetric):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.reverse = checked(self, reverse=reverse)
+        self.reverse = reverse
         with owned_by(type(self).__name__):
-            self.dims = check_dims(dims, may_be_empty=True)
+            self.dims: tuple[int, ...] = ()
+            if len(dims) > 0:
+                self.dims = check_dims(dims)
             if not isinstance(ks, Sequence) or len(ks) == 0:
                 raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
             if not isinstance(map_ks, Sequence):
@@ -329,7 +331,7 @@ class RetrievalMetrics(EmbeddingMetric):
                 method, unless they have already called `compute`, and all get the values of all queries. `dims` has no
                 effect here.
         """
-        if check_bool("reverse", reverse, owner=type(self).__name__) and not self.reverse:
+        if reverse and not self.reverse:
             rule = "needs metrics made with reverse=True"
             raise InvalidValue(rule, type(self).__name__, "reverse", got="reverse=False")
         if not self._cached_values or self._updates_of_values != self.update_count:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite, check_finite_number, check_float, check_instance
+from lightning_retrieval.checks import check_finite, check_finite_number, check_float
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.curves import score_blocks
@@ -134,7 +134,6 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
 
     Raises:
         ValueError: as in `compute`.
-        TypeError: if `metrics` is not an `EmbeddingMetric`.
 
     Example:
         >>> import torch
@@ -150,7 +149,6 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
     Cost:
         All scores are computed once, block by block; the queries are distributed over the processes.
     """
-    check_instance("metrics", metrics, EmbeddingMetric, owner="nearest_scores")
     rows, shard = metrics.gather()
     lists = metrics.ranking_input(rows)
     device = rows.ids.device

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
-from lightning_retrieval.checks import check_bool, check_instance, check_path, first_line, short_repr
-from lightning_retrieval.compiled import keep_plain_names, plain_state, without_wrappers
+from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.compiled import plain_state, without_wrappers
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
@@ -58,7 +58,7 @@ class AdaptedEmbedder(nn.Module):
 
     Raises:
         ValueError: if a dimension is not from 1 to 2^20.
-        TypeError: if `embedder` is not a module, or a dimension is not an integer.
+        TypeError: if a dimension is not an integer.
 
     Example:
         >>> import torch
@@ -74,10 +74,7 @@ class AdaptedEmbedder(nn.Module):
         self, embedder: nn.Module, from_dim: Dim, embedding_dim: Dim, *, hidden_dim: Dim | None = None
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
         embedder = without_wrappers(embedder)
-        check_instance("embedder", embedder, nn.Module, owner=owner)
-        keep_plain_names(self)
         self.from_dim = checked(self, from_dim=from_dim)
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
         self.hidden_dim = checked(self, hidden_dim=hidden_dim)
@@ -100,7 +97,7 @@ class AdaptedEmbedder(nn.Module):
 
     def train(self, mode: bool = True) -> "AdaptedEmbedder":
         """Set the training mode of the head; the frozen embedder stays in evaluation mode."""
-        super().train(check_bool("mode", mode, owner=type(self).__name__))
+        super().train(mode)
         self.embedder.eval()
         return self
 
@@ -131,7 +128,6 @@ class FrozenEmbedder(nn.Module):
         FileNotFoundError: if the checkpoint does not exist.
         ValueError: if not exactly one of `embedder` and `checkpoint` is given; if the checkpoint is damaged or cannot
             be rebuilt, or its embeddings depend on more than the embedder, such as a whitening.
-        TypeError: if `embedder` is not a module.
 
     Example:
         >>> import torch
@@ -166,8 +162,6 @@ class FrozenEmbedder(nn.Module):
             if preparation is None:
                 preparation = recorded
         embedder = without_wrappers(embedder)
-        check_instance("embedder", embedder, nn.Module, owner="FrozenEmbedder")
-        keep_plain_names(self)
         self.preparation: Preparation | None = getattr(embedder, "preparation", None)
         if isinstance(embedder, FrozenEmbedder):  # a frozen embedder of a frozen embedder is the inner one
             embedder = embedder.embedder
@@ -187,7 +181,7 @@ class FrozenEmbedder(nn.Module):
 
     def train(self, mode: bool = True) -> "FrozenEmbedder":
         """Set `training` of this module; the embedder stays in evaluation mode."""
-        super().train(check_bool("mode", mode, owner=type(self).__name__))
+        super().train(mode)
         self.embedder.eval()
         return self
 

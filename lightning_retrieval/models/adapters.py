@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_finite_number, check_integer, check_mapping, short_repr
+from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbone
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -65,8 +65,6 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
 def _check_numbers_of_patterns(lora: Mapping[str, Any]) -> None:
     """Raise unless the ranks and the alphas of single modules are numbers as those of all modules."""
     ranks, alphas = lora.get("rank_pattern") or {}, lora.get("alpha_pattern") or {}
-    check_mapping("lora['rank_pattern']", ranks, owner="Embedder")
-    check_mapping("lora['alpha_pattern']", alphas, owner="Embedder")
     for name, rank in ranks.items():
         check_integer(f"lora['rank_pattern'][{short_repr(name)}]", rank, 1, MOST_RANK, owner="Embedder")
     for name, alpha in alphas.items():

@@ -19,14 +19,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_device, check_maps, first_line, short_repr
+from lightning_retrieval.checks import check_maps, first_line, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import build_timm
 from lightning_retrieval.models.torchvision_backbones import build_torchvision
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
+from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.preparation.preparation import Preparation
 
 MOST_CHANNELS = 1024
@@ -77,7 +77,6 @@ class GlyphNet(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch channel_out height_out width_out"]:
-        check_device("images", images, next(self.parameters()).device, "layers", owner="GlyphNet")
         check_maps("images", images, owner="GlyphNet")
         features: Tensor = self.layers(images)
         return features
@@ -105,7 +104,6 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
     """
     if is_rebuilding():
         check_plain_data("backbone_args", dict(request.arguments))
-        check_integers_of_file("backbone_args", request.arguments)
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net

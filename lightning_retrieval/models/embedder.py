@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_bool, check_mapping, check_normalized, short_repr
-from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.checks import check_float, short_repr
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
@@ -97,8 +97,7 @@ class Embedder(PretrainedModule):
         ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, `weights` are given
             for a backbone without pretrained weights or cannot be loaded, or the features have another shape than (N,
             C, H, W) or (N, C).
-        TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
-            bool.
+        TypeError: if the backbone is neither a name nor a module, or does not return a tensor.
         ModuleNotFoundError: if the library of the backbone is not installed.
 
     Example:
@@ -146,12 +145,12 @@ class Embedder(PretrainedModule):
     ) -> None:
         super().__init__()
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
-        self.normalize = checked(self, normalize=normalize)
+        self.normalize = normalize
         self.weights = weights
-        self.layer_norm = checked(self, layer_norm=layer_norm)
-        self.freeze_batch_norm = checked(self, freeze_batch_norm=freeze_batch_norm)
+        self.layer_norm = layer_norm
+        self.freeze_batch_norm = freeze_batch_norm
         self.lora = check_lora(lora)
-        self.gradient_checkpointing = checked(self, gradient_checkpointing=gradient_checkpointing)
+        self.gradient_checkpointing = gradient_checkpointing
         feature_dim = checked(self, feature_dim=feature_dim)
         with owned_by("Embedder"):
             wanted = wanted_settings(preparation, image_size)
@@ -165,7 +164,7 @@ class Embedder(PretrainedModule):
             feature_dim = shape[1]
             has_maps = len(shape) == 4
         self.feature_dim = feature_dim
-        self.channels_last = checked(self, channels_last=channels_last)
+        self.channels_last = channels_last
         self._set_memory_format()
         self.pool: nn.Module = nn.Identity()
         if has_maps:
@@ -174,7 +173,6 @@ class Embedder(PretrainedModule):
         self._recorded: list[Tensor] | None = None  # the pooled features of the calls in `recorded_features`
         self._given: Iterator[Tensor] | None = None  # the pooled features of the calls in `without_head`
         self.head = self._new_head()
-        keep_plain_names(self)
         self._prepare_backbone()
         self._freeze()
 
@@ -240,7 +238,7 @@ class Embedder(PretrainedModule):
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode, except that a frozen batch norm stays in eval mode."""
-        super().train(check_bool("mode", mode, owner="Embedder"))
+        super().train(mode)
         self._freeze()
         return self
 
@@ -316,8 +314,7 @@ class Embedder(PretrainedModule):
 
     def _check_images(self, images: Tensor) -> None:
         """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
-        weight = next(self.parameters(), images)  # with meta tensors, only the shapes of the embeddings matter
-        check_normalized(images, may_be_meta=weight.is_meta, owner="Embedder")
+        check_float("images", images, owner="Embedder")
         if images.ndim < 2:
             raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
@@ -331,7 +328,6 @@ class Embedder(PretrainedModule):
         """Use a module, or build the backbone with this name; set the attributes that depend on the backbone."""
         if backbone_args is None:
             backbone_args = {}
-        check_mapping("backbone_args", backbone_args, owner="Embedder")
         if not isinstance(backbone, (str, nn.Module)):
             raise InvalidType(
                 "must be the name of a model or a torch.nn.Module",

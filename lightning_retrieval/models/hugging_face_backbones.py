@@ -31,7 +31,7 @@ from lightning_retrieval.models.backbone_request import (
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data, named_values, names_kernels
+from lightning_retrieval.plain_data import check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
@@ -395,7 +395,6 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
         if name == "quantization_config":
             _check_not_quantized(request, value)
     check_plain_data(argument, config)
-    check_integers_of_file(argument, config)
 
 
 def _without_pretrained_parts(config: Any) -> None:

@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import (
-    check_callable,
+    check_finite_number,
+    check_float,
     check_matrix,
-    check_normalized,
-    check_not_negative,
     check_positive,
     short_repr,
 )
@@ -74,9 +73,8 @@ def multi_scale(
     with owned_by("multi_scale"):
         scales = check_scales("scales", scales)
     check_positive("p", p, least=0.1, most=10, owner="multi_scale")
-    check_not_negative("eps", eps, most=1, owner="multi_scale")
-    check_callable("embed", embed, owner="multi_scale")
-    check_normalized(images, owner="multi_scale")
+    check_finite_number("eps", eps, least=0, most=1, owner="multi_scale")
+    check_float("images", images, owner="multi_scale")
     if images.ndim != 4:
         rule = "must have shape (batch, channels, height, width)"
         raise InvalidValue(rule, "multi_scale", "images", got=tuple(images.shape))

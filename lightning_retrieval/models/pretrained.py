@@ -28,7 +28,7 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
+from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
 from lightning_retrieval.first_checks import check_weights_exist
@@ -481,10 +481,8 @@ class PretrainedModule(nn.Module):
             ConnectionError: if the hub cannot be reached, or does not accept the files.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
-        check_bool("private", private, owner="Embedder")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            check_string("repo_id", repo_id, owner="Embedder")
             hub = load_hub()
             try:
                 hub.create_repo(repo_id, private=private, exist_ok=True)

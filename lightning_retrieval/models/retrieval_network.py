@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.compiled import keep_plain_names
 from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.sides import Side, TwoSides, side_of_module
@@ -80,7 +79,6 @@ class RetrievalNetwork(nn.Module):
         whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
-        keep_plain_names(self)
         with owned_by("RetrievalModule"):  # the class whose settings these are
             self.embedder = rebuild("embedder", embedder, nn.Module)
             self.query_embedder: nn.Module | None = None

@@ -157,9 +157,9 @@ class SupervisedWhitening(WhiteningOfSums):
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("embeddings", embeddings, finite=True, owner="SupervisedWhitening")
-        rows, device = len(embeddings), embeddings.device
+        rows = len(embeddings)
         labels = _required(labels)
-        check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="SupervisedWhitening")
+        check_integers("labels", labels, rows, "embeddings", levels=True, owner="SupervisedWhitening")
         if labels.ndim == 2:
             check_nesting(labels)
         from_dim = embeddings.shape[1]

@@ -11,8 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import check_integer, check_mapping, is_traced, short_repr
-from lightning_retrieval.compiled import keep_plain_names
+from lightning_retrieval.checks import check_integer, is_traced, short_repr
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -20,7 +19,7 @@ from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
-from lightning_retrieval.plain_data import check_integers_of_file, check_plain_data
+from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 NGRAM_NET = "ngram_net"
@@ -133,7 +132,7 @@ class TextEmbedder(nn.Module):
     Raises:
         ValueError: if the backbone or the weights are unknown, a number is out of its range, or an argument does not
             belong to the backbone.
-        TypeError: if the backbone is not a name, or a number or flag has another type.
+        TypeError: if the backbone is not a name, or a number is not an integer.
         ModuleNotFoundError: if transformers is not installed and the backbone needs it.
 
     Example:
@@ -165,17 +164,15 @@ class TextEmbedder(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding_dim = checked(self, embedding_dim=embedding_dim)
-        self.normalize = checked(self, normalize=normalize)
+        self.normalize = normalize
         self.weights = weights
         self.max_length = checked(self, max_length=max_length)
-        self.backbone_name = checked(self, backbone=backbone)
+        self.backbone_name = backbone
         self.backbone_args: dict[str, Any] = {}
         if backbone_args is not None:
-            check_mapping("backbone_args", backbone_args, owner="TextEmbedder")
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-        keep_plain_names(self)
 
     @property
     def tokenizer(self) -> Any:
@@ -280,7 +277,6 @@ class TextEmbedder(nn.Module):
         with reported_as("TextEmbedder"):
             if is_rebuilding():
                 check_plain_data("backbone_args", self.backbone_args)
-                check_integers_of_file("backbone_args", self.backbone_args)
             if name == NGRAM_NET:
                 self._build_ngram_net()
             elif name.startswith(HUGGING_FACE):

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_integer, first_line, short_repr
-from lightning_retrieval.files import check_regular_file
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
@@ -330,7 +329,6 @@ def read_hugging_face_tokenizer(
 
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
-        check_regular_file(file)
         if file.stat().st_size > LARGEST_STATE:
             raise ValueError(f"it has more than {LARGEST_STATE:,} bytes")
         text = file.read_text(encoding="utf-8")

@@ -411,8 +411,7 @@ class PCAWhitening(WhiteningOfSums):
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("embeddings", embeddings, finite=True, owner="PCAWhitening")
         if labels is not None:
-            rows, device = len(embeddings), embeddings.device
-            check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="PCAWhitening")
+            check_integers("labels", labels, len(embeddings), "embeddings", levels=True, owner="PCAWhitening")
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         from_dim = rows.local.shape[1]

@@ -2,8 +2,8 @@
 
 As in config files of LightningCLI, an object is described by its class path and its constructor arguments:
 `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. `describe.py` writes such descriptions, and `rebuild.py`
-rebuilds the objects. `formats.py` converts what earlier versions have written. Descriptions in a file are data: a file
-may not choose what is imported or called. Only `rules.py` decides which classes and settings a file may name.
+rebuilds the objects. Descriptions in a file are data: a file may not choose what is imported or called. Only `rules.py`
+decides which classes and settings a file may name.
 """
 
 from lightning_retrieval.plain_data.describe import class_path as class_path
@@ -15,18 +15,15 @@ from lightning_retrieval.plain_data.describe import unsharded_class as unsharded
 from lightning_retrieval.plain_data.describe import without_sources as without_sources
 from lightning_retrieval.plain_data.formats import FORMAT as FORMAT
 from lightning_retrieval.plain_data.formats import FORMAT_KEY as FORMAT_KEY
-from lightning_retrieval.plain_data.formats import format_of as format_of
-from lightning_retrieval.plain_data.formats import moved_arguments as moved_arguments
-from lightning_retrieval.plain_data.formats import upgraded as upgraded
-from lightning_retrieval.plain_data.rebuild import accepted_arguments as accepted_arguments
-from lightning_retrieval.plain_data.rebuild import check_arguments as check_arguments
-from lightning_retrieval.plain_data.rebuild import checked_settings as checked_settings
+from lightning_retrieval.plain_data.formats import check_format as check_format
+from lightning_retrieval.plain_data.rebuild import KWARGS as KWARGS
+from lightning_retrieval.plain_data.rebuild import arguments_of_file as arguments_of_file
+from lightning_retrieval.plain_data.rebuild import built as built
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
 from lightning_retrieval.plain_data.rules import INSTALLED as INSTALLED
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
 from lightning_retrieval.plain_data.rules import add_named_packages as add_named_packages
-from lightning_retrieval.plain_data.rules import check_integers_of_file as check_integers_of_file
 from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data
 from lightning_retrieval.plain_data.rules import find_class as find_class
 from lightning_retrieval.plain_data.rules import import_named_module as import_named_module

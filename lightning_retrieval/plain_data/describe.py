@@ -4,15 +4,17 @@ import functools
 import inspect
 import os
 import sys
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.compiled import without_wrappers
 
 LONGEST_LIST = 100  # for a longer list or dict, only the length is logged
 DEEPEST_NESTING = 3  # for deeper values, only the class is logged
+FACTORIES = (Optimizer, LRScheduler, ReduceLROnPlateau)  # classes that get their other arguments later
 _SCALARS = (bool, int, float, str)
 
 
@@ -69,7 +71,8 @@ def describe(value: Any) -> Any:
     found or is not plain, `init_args` is None: the object must then be passed to `load_from_checkpoint` again.
 
     Args:
-        value: plain data, a module, another object, a class, or `functools.partial` of a class.
+        value: plain data, a module or another object; or a class of optimizers or schedulers, or a `functools.partial`
+            of one.
 
     Example:
         >>> from lightning_retrieval.losses import SmoothAPLoss
@@ -85,11 +88,11 @@ def describe(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, type):
-        return {"class_path": class_path(value), "init_args": {}}
+        value = functools.partial(value)
     if isinstance(value, functools.partial) and isinstance(value.func, type):
         arguments = None
-        if not value.args:
-            arguments = _describe_arguments(value.keywords)
+        if issubclass(value.func, FACTORIES) and not value.args:
+            arguments = _described_arguments(value.keywords)
         return {"class_path": class_path(value.func), "init_args": arguments}
     return {"class_path": class_path(unsharded_class(value)), "init_args": _init_args(value)}
 
@@ -107,7 +110,7 @@ def without_sources(described: Any) -> Any:
     if not isinstance(described, dict):
         return described
     kept = {key: without_sources(item) for key, item in described.items()}
-    if kept.get("class_path") == "timm.create_model" and isinstance(kept.get("init_args"), dict):
+    if kept.get("class_path") == "timm.create_model":
         for name in ("cache_dir", "checkpoint_path"):
             kept["init_args"].pop(name, None)
     return kept
@@ -164,35 +167,32 @@ def _init_args(value: Any) -> dict[str, Any] | None:
         if is_variadic(parameter) or not hasattr(value, parameter.name):
             return None
         arguments[parameter.name] = getattr(value, parameter.name)
-    return _describe_arguments(arguments)
+    return _described_arguments(arguments)
 
 
-def _describe_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
+def _described_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
     described = {name: describe(argument) for name, argument in arguments.items()}
-    for name, argument in arguments.items():
-        if not _can_be_rebuilt(argument, described[name]):
-            return None
-    return described
+    if _is_complete(described):
+        return described
+    return None
 
 
-def _can_be_rebuilt(argument: Any, described: Any) -> bool:
-    """Whether a constructor argument can be rebuilt from its description."""
-    if isinstance(argument, (list, tuple)):
-        return all(_can_be_rebuilt(item, other) for item, other in zip(argument, described))
-    if isinstance(argument, dict):
-        return all(_can_be_rebuilt(item, other) for item, other in zip(argument.values(), described.values()))
-    if isinstance(argument, nn.Module) or callable(getattr(argument, "init_args", None)):
-        return described["init_args"] is not None
-    return not isinstance(described, dict)
+def _is_complete(described: Any) -> bool:
+    """Whether a description holds the arguments of all objects in it."""
+    if isinstance(described, list):
+        return all(map(_is_complete, described))
+    if not isinstance(described, dict):
+        return True
+    if "class_path" in described and described.get("init_args") is None:
+        return False
+    return all(map(_is_complete, described.values()))
 
 
 def _logged(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
-    if isinstance(value, PurePath):
-        return value.as_posix()
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return Path(value).as_posix()
     if not isinstance(value, (list, tuple, dict)) or depth == 0:
         return class_path(type(value))
     if len(value) > LONGEST_LIST:

@@ -1,41 +1,35 @@
 """Rebuilds objects from their descriptions.
 
-A description is first checked as a whole (`check_plain_data`, which imports nothing). Then each class in it is looked
-up and compared with the type annotation of its argument. Only then is anything built.
-
-A file cannot choose a function to be called, with two exceptions: `timm.create_model` and torchvision's model builders
+A file can choose no function to be called, with two exceptions: `timm.create_model` and torchvision's model builders
 are called, but always without pretrained weights.
 """
 
-import collections.abc
-import contextlib
 import functools
 import inspect
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
-from torch import nn
-
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import without_wrappers
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import Invalid, InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data.describe import class_path, constructor_parameters, is_variadic
-from lightning_retrieval.plain_data.formats import FORMAT, moved_arguments, upgraded
+from lightning_retrieval.plain_data.describe import FACTORIES, constructor_parameters, is_variadic
 from lightning_retrieval.plain_data.rules import (
+    BUILDER_OF_TIMM,
     Kinds,
-    check_integers_of_file,
     check_plain_data,
     find_class,
-    imported_object,
+    is_below,
+    is_incomplete,
+    pass_again,
+    path_of_part,
 )
 
 T = TypeVar("T")
 
-_WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of torchvision's builders
+KWARGS = "_kwargs"  # hyperparameter: the names of the arguments that the caller gave to the `**kwargs` of a constructor
+_WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of the builders
 
 
 def rebuild(name: str, value: Any, kind: type[T]) -> T:
@@ -48,13 +42,10 @@ def rebuild(name: str, value: Any, kind: type[T]) -> T:
 
     Raises:
         TypeError: if the value is neither an instance of `kind` nor the description of an instance.
-        ValueError: if a file may not name the class or a setting, or if the description is incomplete, so that the
-            object itself must be passed.
+        ValueError: if a file may not name the class or a setting, if the description is incomplete, so that the object
+            itself must be passed, or if a constructor raises an error.
     """
-    if _is_description(value):
-        check_plain_data(name, value)
-        value = _description(name, value, _Place((kind,))).build()
-    value = without_wrappers(value)
+    value = without_wrappers(_rebuilt(name, value))
     if not isinstance(value, kind):
         raise InvalidType(f"must be a {kind.__module__}.{kind.__name__}", argument=name, got=type(value).__name__)
     return value
@@ -66,285 +57,112 @@ def rebuild_factory(name: str, value: Any, kinds: Kinds) -> Any:
     Args:
         name: the argument that the value is for.
         value: a callable or its description.
-        kinds: classes that the callable may create.
+        kinds: classes that the callable may create: optimizers or schedulers.
+
+    Raises:
+        TypeError: if the value is neither a callable nor the description of one of `kinds`.
+        ValueError: as for `rebuild`.
     """
-    if _is_description(value):
-        check_plain_data(name, value)
-        return _description(name, value, _Place(products=kinds)).build()
-    if not callable(value):
-        rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1)"
+    made = _rebuilt(name, value)
+    is_right = callable(made)
+    if made is not value:
+        is_right = issubclass(getattr(made, "func", object), kinds)
+    if not is_right:
+        rule = "must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), or describe a class of this kind"
         raise InvalidType(rule, argument=name, got=short_repr(value))
-    return value
+    return made
 
 
-@dataclass(frozen=True)
-class CheckedSettings:
-    """The arguments of a module, both as plain data and as `_Description`s; nothing is built yet."""
-
-    plain: dict[str, Any]
-    checked: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments, with their objects built anew."""
-        return {name: _built(value) for name, value in self.checked.items()}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What an argument accepts: objects of `kinds`, callables that create `products`, strings if `takes_strings`."""
-
-    kinds: Kinds = ()
-    products: Kinds = ()
-    takes_strings: bool = False
-
-
-_ANY = _Place((nn.Module,), takes_strings=True)  # for an argument without annotation
-
-
-@dataclass(frozen=True)
-class _Description:
-    """A class, or a builder of networks, with arguments that may hold descriptions; nothing is built yet."""
-
-    make: Callable[..., Any]
-    arguments: dict[str, Any]
-    is_factory: bool = False
-
-    def build(self) -> Any:
-        """Build the object; for a factory, a partial of the class with its arguments."""
-        arguments = {name: _built(value) for name, value in self.arguments.items()}
-        if self.is_factory:
-            return functools.partial(self.make, **arguments)
-        return self.make(**arguments)
-
-
-def _built(value: Any) -> Any:
-    if isinstance(value, _Description):
-        return value.build()
-    if isinstance(value, dict):
-        return {key: _built(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_built(item) for item in value]
-    return value
-
-
-def _is_description(value: Any) -> bool:
-    return isinstance(value, dict) and "class_path" in value
-
-
-def checked_settings(
-    cls: type[Any], settings: Mapping[str, Any], *, of_format: int = FORMAT, given: Collection[str] = ()
-) -> CheckedSettings:
-    """Check the settings of a module in a file as a whole, before anything is built.
+def arguments_of_file(cls: type[Any], saved: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """The constructor's arguments among the hyperparameters in a file, as plain data in which all names are permitted.
 
     Args:
-        cls: class of the module.
-        settings: plain data; entries that the constructor does not accept are skipped.
-        of_format: the number of the file's format, see `formats`.
+        cls: class whose constructor is called.
+        saved: hyperparameters. Those that the constructor does not accept are skipped. For `**kwargs`, it gets those
+            that the caller gave, or all of them if that is not recorded.
         given: names of the arguments that replace those of the file, which are skipped.
 
     Raises:
-        ValueError: if the file names a class or setting that a file may not name, or an object must be passed
-            again.
-        TypeError: if the file names a class of the wrong kind for an argument.
+        ValueError: if the file names a class or a setting that a file may not name.
+        TypeError: if a value is not plain data.
     """
-    places = _places(cls)
-    skipped = set(given)
-    if of_format < FORMAT:
-        for old, moved in moved_arguments(places).items():
-            if moved.argument in given:
-                skipped.add(old)
-    used = {name: value for name, value in settings.items() if name not in skipped}
-    check_plain_data("hyperparameters", used)
-    if of_format < FORMAT:
-        used = upgraded(used, places)
-    if not _accepts_any(cls):
-        used = {name: value for name, value in used.items() if name in places}
-    return CheckedSettings(used, _arguments(used, places))
+    parameters = constructor_parameters(cls)
+    accepted = {parameter.name for parameter in parameters if not is_variadic(parameter)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        accepted |= set(saved.get(KWARGS, saved))
+    used = {name: value for name, value in saved.items() if name in accepted and name not in given}
+    check_plain_data("", used)
+    return used
 
 
-def _arguments(given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
-    """The arguments of a constructor, with descriptions replaced by `_Description`s."""
-    return {name: _value(name, value, places.get(name, _ANY)) for name, value in given.items()}
-
-
-def _description(name: str, value: dict[str, Any], place: _Place) -> _Description:
-    """The `_Description` for an argument; raise if the argument does not accept the described object."""
-    path, arguments = value["class_path"], _described_arguments(name, value)
-    if arguments is None or "<" in path:
-        rule = f"was a {path} whose constructor arguments are not plain values, so the checkpoint cannot rebuild it"
-        raise InvalidValue(rule, argument=name, cure=f"pass it again: load_from_checkpoint(path, {name}=...)")
-    if issubclass(nn.Module, place.kinds):
-        network = _network(name, path, arguments)
-        if network is not None:
-            check_integers_of_file(name, arguments)
-            return network
-    cls = find_class(name, path, place.kinds + place.products)
-    is_factory = not issubclass(cls, place.kinds)
-    check_arguments(name, cls, arguments, may_lack=is_factory)
-    return _Description(cls, _arguments(arguments, _places(cls)), is_factory)
-
-
-def _value(name: str, value: Any, place: _Place) -> Any:
-    if _is_description(value):
-        return _description(name, value, place)
-    if isinstance(value, dict):
-        return {key: _value(str(key), item, place) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_value(name, item, place) for item in value]
-    if isinstance(value, str) and place.products and not place.takes_strings:
-        raise InvalidValue(
-            "must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), because it is a "
-            "function, and a file may not choose what is called",
-            argument=name,
-            got=short_repr(value),
-        )
-    return value
-
-
-def _described_arguments(name: str, value: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments in a description; None if `describe` could not describe the arguments."""
-    arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
-    is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
-    if not is_valid or not isinstance(value["class_path"], str):
-        rule = "must have a string as class_path and a dict of arguments as init_args"
-        raise InvalidType(rule, argument=name, got=short_repr(value))
-    if arguments is None:
-        return None
-    return {**arguments, **further}
-
-
-def _network(name: str, path: str, arguments: dict[str, Any]) -> _Description | None:
-    """The network of a timm or torchvision builder, with random weights; None if the path is not such a builder."""
-    if path.startswith("torchvision.models."):
-        return _network_of_torchvision(path, arguments)
-    if path != "timm.create_model":
-        return None
-    needed = f"timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
-    with optional_import(needed):
-        import timm
-    model = arguments.get("model_name")
-    if not (isinstance(model, str) and timm.is_model(model)):
-        raise InvalidValue("must name a model that timm lists", argument=name, got=short_repr(model))
-    given = {key: value for key, value in arguments.items() if value is not None}
-    return _Description(timm.create_model, {**given, "pretrained": False})
-
-
-def accepted_arguments(cls: type[Any]) -> Collection[str]:
-    """Names of the arguments that a constructor accepts, also of those that it passes on by `**kwargs`."""
-    return _places(cls).keys()
-
-
-def check_arguments(name: str, cls: type[Any], given: Collection[str], *, may_lack: bool = False) -> None:
-    """Raise unless a constructor accepts all arguments of these names, and needs no others.
+def built(path: str, value: Any) -> Any:
+    """A value of a file that `check_plain_data` has accepted, with objects in place of descriptions.
 
     Args:
-        name: the argument that an object of the class is for.
-        cls: the class.
-        given: names of the arguments.
-        may_lack: whether further arguments are passed later.
+        path: where the value is in the file, for error messages.
+        value: plain data.
 
     Raises:
-        TypeError: if an argument is missing or unknown.
+        ValueError: if a description is incomplete, or a constructor raises an error.
+        TypeError: if a description names no class.
     """
+    if isinstance(value, (list, tuple)):
+        return [built(f"{path}[{position}]", item) for position, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if "class_path" not in value:
+        return {key: built(path_of_part(path, key), item) for key, item in value.items()}
+    if is_incomplete(value):
+        rule = f"was a {value['class_path']} whose constructor arguments are not plain values"
+        raise InvalidValue(rule, argument=path, cure=pass_again(path))
+    arguments = built(path, {**value.get("init_args", {}), **(value.get("dict_kwargs") or {})})
+    make = _builder(path, value["class_path"])
+    if make is not None:
+        return _made(path, make, _without_weights(make, arguments))
+    cls = find_class(path, value["class_path"])
+    if issubclass(cls, FACTORIES):
+        return functools.partial(cls, **arguments)
+    return _made(path, cls, arguments)
+
+
+def _rebuilt(name: str, value: Any) -> Any:
+    """The object or factory of a description; any other value does not change."""
+    if not (isinstance(value, dict) and "class_path" in value):
+        return value
+    check_plain_data(name, value)
+    return built(name, value)
+
+
+def _made(path: str, make: Any, arguments: dict[str, Any]) -> Any:
+    """Call a constructor or a builder of networks. Its error says which part of the file it is about."""
     try:
-        parameters = [parameter for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
-    except ValueError:  # the constructor has no signature
-        return
-    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
-    unknown: list[str] = []
-    if not _accepts_any(cls):
-        unknown = sorted({*given} - {one.name for one in parameters}, key=str)
-    if may_lack:
-        missing = []
-    for problem, names in (("lacks", missing), ("also has", unknown)):
-        if names:
-            rule = f"must have the arguments of {class_path(cls)}, but its description {problem} {names[0]!r}"
-            raise InvalidType(rule, argument=name, cure="pass the object itself, or take another file")
+        return make(**arguments)
+    except Exception as error:  # constructors raise errors of many types
+        kind = type(error) if isinstance(error, Invalid) else InvalidValue
+        rule = f"cannot be built as {make.__module__}.{make.__qualname__}: {first_line(error)}"
+        raise kind(rule, argument=path) from error
 
 
-def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:
+def _builder(path: str, name: str) -> Any:
+    """The function with this name if it builds networks of timm or torchvision, else None."""
+    if name == BUILDER_OF_TIMM:
+        with optional_import(f"timm must be installed for `{path}`: pip install 'lightning-retrieval[timm]'."):
+            import timm
+        return timm.create_model
+    module, _, attribute = name.rpartition(".")
+    if not is_below(module, ("torchvision.models",)):
+        return None
     from torchvision import models
 
-    found = imported_object(path)
-    if found not in [models.get_model_builder(model) for model in models.list_models()]:
-        return None
-    given = {key: value for key, value in arguments.items() if key not in _WEIGHTS}
-    accepted = inspect.signature(found).parameters
-    return _Description(found, {**given, **{key: None for key in _WEIGHTS if key in accepted}})
+    found = getattr(sys.modules.get(module), attribute, None)
+    if found in [models.get_model_builder(model) for model in models.list_models()]:
+        return found
+    return None
 
 
-def _places(cls: Any) -> dict[str, _Place]:
-    """The values that each argument of a class accepts, by annotation; `**kwargs` pass on to the base classes.
-
-    An argument without annotation also accepts the values of the base class's argument of the same name, to which it is
-    usually passed.
-    """
-    places: dict[str, _Place] = {}
-    passes_on = True
-    for base in [base for base in cls.__mro__ if "__init__" in vars(base)]:
-        for name, annotation in _annotations(base).items():
-            found = _place(annotation)
-            if places.get(name) == _ANY:
-                places[name] = _Place(_ANY.kinds + found.kinds, found.products, takes_strings=True)
-            elif passes_on:
-                places.setdefault(name, found)
-        passes_on = passes_on and _accepts_any(base)
-    return places
-
-
-def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """The annotation of each constructor argument; `Any` if the annotation is missing or cannot be evaluated."""
-    names = {**vars(typing), **getattr(inspect.unwrap(cls.__init__), "__globals__", {})}
-    annotations = {}
-    for parameter in constructor_parameters(cls):
-        if is_variadic(parameter):
-            continue
-        annotations[parameter.name] = Any
-        if parameter.annotation is not inspect.Parameter.empty:
-            holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            with contextlib.suppress(Exception):  # a string with names that are imported only for type checkers
-                annotations |= typing.get_type_hints(holder, names)
-    return annotations
-
-
-def _accepts_any(cls: type[Any]) -> bool:
-    kinds = [parameter.kind for parameter in constructor_parameters(cls)]
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _place(annotation: Any) -> _Place:
-    """The values that an annotation accepts, including those within unions, lists and dicts."""
-    kinds: list[type[Any]] = []
-    products: list[type[Any]] = []
-    takes_strings = False
-    pending = [annotation]
-    while pending:
-        current = pending.pop()
-        origin, arguments = get_origin(current), get_args(current)
-        if current in (Any, object) or isinstance(current, TypeVar):
-            kinds.append(nn.Module)
-            takes_strings = True
-        elif origin is type:
-            products += _classes(arguments)
-        elif origin is collections.abc.Callable or current in (Callable, typing.Callable):
-            products += _classes(arguments[-1:] or (nn.Module,))
-        elif origin is typing.Literal or current is str:
-            takes_strings = True
-        elif arguments:
-            pending += arguments
-        else:
-            kinds += _classes((current,))
-    return _Place(tuple(kinds), tuple(products), takes_strings)
-
-
-def _classes(annotations: Iterable[Any]) -> list[type[Any]]:
-    """The classes in annotations, which may be unions, except protocols; `nn.Module` for `Any` and `object`."""
-    found: list[type[Any]] = []
-    for annotation in annotations:
-        if get_origin(annotation) in (Union, types.UnionType):
-            found += _classes(get_args(annotation))
-        elif annotation in (Any, object):
-            found.append(nn.Module)
-        elif isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False):
-            found.append(annotation)
-    return found
+def _without_weights(build: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a builder, without those that would download weights."""
+    given = {name: value for name, value in arguments.items() if name not in _WEIGHTS}
+    if "weights_backbone" in inspect.signature(build).parameters:  # its default would be downloaded
+        given["weights_backbone"] = None
+    return given

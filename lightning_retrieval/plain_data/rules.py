@@ -1,33 +1,37 @@
 """The rules for which classes and settings a file may name. All code that reads files uses these rules.
 
-- A class is accepted if its module is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it is a subclass of
-  the type of the argument. The class is looked up only after its path has been accepted.
-- A file cannot choose a function to be called. The only exceptions are `timm.create_model` and torchvision's model
-  builders, which are called without pretrained weights. `load_function` is only for names given by the user.
+- A file names classes that are defined in `PACKAGES`. Any of them may be built with any arguments: in
+  `without_pretrained_weights`, their constructors read and write no file, open no connection, and call no function by
+  its name. A further package must be checked for that. The rest of this library does not qualify: its other classes
+  write to folders, connect to servers and start runs.
+- A file also names classes of the user. Any class counts if the user has named its module, or has called
+  `load_from_checkpoint` of a class in the same package. From other modules that are imported and not installed, a class
+  counts if it is derived from one of `PACKAGES`.
+- A class is looked up, and a module of `PACKAGES` imported, only after the path has been accepted.
 - Settings that make another library run code or load files are invalid (`FORBIDDEN`, addresses, names of kernels).
 """
 
-import contextlib
-import functools
 import importlib
-import importlib.metadata
-import itertools
-import re
 import sys
-import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from lightning_retrieval.checks import check_callable, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.plain_data.describe import class_path
 
 Kinds = tuple[type[Any], ...]
 
-# A file may name classes that these modules, or modules below them, define.
 PACKAGES = (
-    "lightning_retrieval",
+    "lightning_retrieval.datamodules",
+    "lightning_retrieval.detection",
+    "lightning_retrieval.losses",
+    "lightning_retrieval.models",
+    "lightning_retrieval.preparation",
+    "lightning_retrieval.ranking",
+    "lightning_retrieval.training",
     "pytorch_metric_learning.distances",
     "pytorch_metric_learning.losses",
     "pytorch_metric_learning.reducers",
@@ -40,25 +44,17 @@ PACKAGES = (
     "torchvision.ops",
 )
 TRANSFORM_PACKAGES = ("timm.data.transforms", "torchvision.transforms")
-_PUBLIC_PARENTS = ("timm.data", "torch.nn")  # parent packages from which some of these classes are usually imported
+_PARENTS = ("lightning_retrieval", "timm.data", "torch.nn")  # from which classes of these packages are imported, too
+BUILDER_OF_TIMM = "timm.create_model"
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
-PASS_AGAIN = "pass the object again, as in load_from_checkpoint(path, embedder=...)"
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # parts of names that another library would look up elsewhere
 _IGNORED = str.maketrans("", "", "\t\r\n")  # characters that `urllib` removes from an address
-_MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # limits for plain data
-MOST_INTEGER = 1 << 22  # largest size or number of layers that a file may give to the builder of a network
-# Never the user's, whichever of them the environment has, and wherever they are installed.
+# Never the user's, wherever they are installed: they have networks and metrics that read files, download or run code.
 _LIBRARIES = (
-    "lightning",
-    "lightning_cloud",
-    "lightning_fabric",
-    "lightning_sdk",
-    "lightning_utilities",
-    "litlogger",
-    "litmodels",
-    "pytorch_lightning",
+    *("lightning", "lightning_fabric", "lightning_retrieval", "peft", "pytorch_lightning", "pytorch_metric_learning"),
+    *("timm", "torch", "torchmetrics", "torchvision", "transformers"),
 )
 INSTALLED = frozenset(("dist-packages", "site-packages"))  # names of the folders to which package managers install
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
@@ -66,43 +62,153 @@ _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
 
 
-def check_plain_data(name: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
+def check_plain_data(path: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
     """Raise unless a value from a file is plain data in which all names are permitted; imports nothing.
 
     Args:
-        name: the argument that the value is for.
+        path: where the value is in the file, such as `embedder.backbone`; "" for the whole.
         value: numbers, strings, None, lists and dicts.
         packages: modules whose classes a file may name, in addition to the user's modules.
 
     Raises:
-        ValueError: if a class path belongs to a module that a file may not name, a setting would make another library
-            run code, read a file or open an address, or lists and dicts are nested too deeply.
+        ValueError: if a class path belongs to a module that a file may not name, or a setting would make another
+            library run code, read a file or open an address.
         TypeError: if the value contains anything but plain data.
     """
-    pending, seen = [(name, value, 0)], 0
-    while pending:
-        inner, item, depth = pending.pop()
-        seen += 1
-        if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # nested shared lists may expand exponentially
-            raise InvalidValue("must be plain data", argument=name, got="lists or dicts that are nested too deeply")
-        pending += [(key, part, depth + 1) for key, part in _checked_parts(inner, item, packages)]
+    if isinstance(value, Mapping):
+        if "class_path" in value and not is_incomplete(value):
+            _check_path(path, value["class_path"], packages)
+        for key, item in value.items():
+            _check_setting(path, str(key), item)
+            check_plain_data(path_of_part(path, key), item, packages)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_plain_data(path, item, packages)
+    elif isinstance(value, str):
+        if any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
+            rule = "must not be an address, since a file may not choose what is downloaded"
+            raise InvalidValue(rule, argument=path, got=short_repr(value), cure=pass_again(path))
+    elif not isinstance(value, (int, float, NoneType)):
+        raise InvalidType("must be plain data", argument=path, got=f"{short_repr(value)} ({type(value).__name__})")
 
 
-def check_integers_of_file(name: str, value: Any) -> None:
-    """Raise if a file asks for a size or a number of layers that no network has.
+def path_of_part(path: str, key: object) -> str:
+    """The path of a part, such as `embedder.backbone`; the arguments of a class have the path of the class."""
+    if key in ("class_path", "init_args", "dict_kwargs"):
+        return path
+    return f"{path}.{key}".removeprefix(".")
+
+
+def pass_again(path: str) -> str:
+    """The cure for a part of a file that cannot be rebuilt."""
+    argument = path.partition(".")[0].partition("[")[0]
+    return f"pass the object again: load_from_checkpoint(path, {argument}=...)"
+
+
+def is_incomplete(description: Mapping[str, Any]) -> bool:
+    """Whether `describe` could not describe the arguments of an object, or a class that is defined in a function."""
+    return description.get("init_args", {}) is None or "<" in str(description["class_path"])
+
+
+def find_class(path: str, name: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES) -> type[Any]:
+    """Look up a class that a file names.
 
     Args:
-        name: the argument that the value belongs to.
-        value: plain data.
+        path: where the name is in the file.
+        name: dotted path of a class.
+        kinds: the class must be a subclass of one of these.
+        packages: as for `check_plain_data`.
 
     Raises:
-        ValueError: if an integer is larger than 2^22.
+        ValueError: if a file may not name the class.
+        TypeError: if there is no such class, or it is of none of the kinds.
     """
-    for inner, item in named_values(name, value):
-        if isinstance(item, int) and abs(item) > MOST_INTEGER:
-            rule = f"must have integers up to {MOST_INTEGER:,} in a file"
-            got = f"{short_repr(item)} for {inner}"
-            raise InvalidValue(rule, argument=name, got=got, cure="build the network in Python, and pass it")
+    _check_path(path, name, packages)
+    module, _, attribute = name.rpartition(".")
+    if module in _PARENTS or is_below(module, packages):
+        with suppress(ImportError):
+            importlib.import_module(module)
+    found = getattr(sys.modules.get(module), attribute, None)
+    if not (isinstance(found, type) and issubclass(found, kinds)):
+        raise InvalidType(f"names {name}, which is no class of the kind needed here", argument=path)
+    if not _may_build(found, packages):
+        raise _not_allowed(path, f"{found.__module__}.{found.__qualname__}")
+    return found
+
+
+def _check_path(path: str, name: Any, packages: tuple[str, ...]) -> None:
+    """Raise unless a file may name a class, judged by the text; nothing is imported."""
+    if not isinstance(name, str):
+        raise InvalidType("must have a string as class_path", argument=path, got=short_repr(name))
+    module = name.rpartition(".")[0]
+    is_known = name == BUILDER_OF_TIMM or module in _PARENTS or is_below(module, packages)
+    if not is_known and not _is_named(module) and not _is_of_user(module):
+        raise _not_allowed(path, name)
+
+
+def _check_setting(path: str, name: str, value: Any) -> None:
+    if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
+        rule = "must not be set in a file, since it makes another library run code or read other files"
+        raise InvalidValue(rule, argument=path_of_part(path, name), got=short_repr(value), cure=pass_again(path))
+
+
+def names_kernels(name: str, value: Any) -> bool:
+    """Whether a setting of transformers (possibly one per submodule) names kernels on a hub."""
+    return "_implementation" in name and value is not None and not str(value).isidentifier()
+
+
+def _not_allowed(path: str, name: str) -> InvalidValue:
+    return InvalidValue(
+        f"names {name}, and a file may name classes only of {', '.join(PACKAGES)}, and of modules of yours that are "
+        "imported",
+        argument=path,
+        cure=f"if you trust it, import or name its module (in the commands: --import_module "
+        f"{name.rpartition('.')[0]}), or {pass_again(path)}",
+    )
+
+
+def is_below(module: str, packages: Iterable[str]) -> bool:
+    """Whether a module is one of these packages, or inside one of them."""
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def _may_build(cls: type[Any], packages: tuple[str, ...]) -> bool:
+    """Whether a file may build objects of a class, by the module that defines it."""
+    if is_below(cls.__module__, packages) or _is_named(cls.__module__):
+        return True
+    is_derived = any(is_below(base.__module__, PACKAGES) for base in cls.__mro__)
+    return is_derived and _is_of_user(cls.__module__)
+
+
+def _is_named(module: str) -> bool:
+    """Whether the user has named a module, or a package that it is in."""
+    return is_below(module, named_by_user)
+
+
+def _is_of_user(module: str) -> bool:
+    """Whether a module is the user's script, or is imported and not installed."""
+    if module in _MAIN:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or _is_of_library(module):
+        return False
+    folders = Path(file).parents
+    return not any(folder.name in INSTALLED or any(folder.glob("*.dist-info")) for folder in folders)
+
+
+def _is_of_library(module: str) -> bool:
+    return module.partition(".")[0] in (*sys.stdlib_module_names, *_LIBRARIES)
+
+
+def add_named_packages(value: Any) -> None:
+    """Count the packages of the classes that the user, not a file, has named as the user's, even if they are installed.
+
+    Args:
+        value: descriptions of objects that the user has given, such as the model of a config.
+    """
+    for name, item in named_values("", value):
+        if name == "class_path" and isinstance(item, str) and not _is_of_library(item):
+            named_by_user.add(item.partition(".")[0])
 
 
 def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -112,45 +218,13 @@ def named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         name: name of the data.
         value: plain data. The values in a list have the name of the list.
     """
-    pending = [(name, value)]
-    while pending:
-        inner, item = pending.pop()
-        yield inner, item
-        if isinstance(item, Mapping):
-            pending += item.items()
-        elif isinstance(item, (list, tuple)):
-            pending += zip(itertools.repeat(inner), item)
-
-
-def find_class(name: str, path: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES) -> type[Any]:
-    """Look up the class with a path from a file.
-
-    Args:
-        name: the argument that the path belongs to.
-        path: dotted path of a class.
-        kinds: the class must be a subclass of one of these.
-        packages: as for `check_plain_data`.
-
-    Raises:
-        ValueError: if a file may not name the class, or the class does not exist.
-        TypeError: if the path does not name a class of one of the kinds.
-    """
-    _check_path(name, path, packages)
-    try:
-        cls = _look_up(path, packages)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidValue(f"names the class {path}, which cannot be imported ({error})", argument=name) from None
-    if not (isinstance(cls, type) and issubclass(cls, kinds)):
-        shown = " or ".join(map(class_path, kinds))
-        raise InvalidType(f"names {path}, which is not a class of the kind needed here ({shown})", argument=name)
-    if not _may_name(cls.__module__, packages):
-        raise _not_allowed(name, f"{cls.__module__}.{cls.__qualname__}", packages)
-    return cls
-
-
-def names_kernels(name: str, value: Any) -> bool:
-    """Whether a setting of transformers (possibly one per submodule) names kernels on a hub."""
-    return "_implementation" in name and value is not None and not str(value).isidentifier()
+    yield name, value
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_values(str(key), item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from named_values(name, item)
 
 
 def load_function(name: str, path: str) -> Any:
@@ -162,7 +236,6 @@ def load_function(name: str, path: str) -> Any:
 
     Raises:
         ValueError: if the module cannot be imported, or does not have the function.
-        TypeError: if the object is not callable.
     """
     module, _, attribute = path.rpartition(".")
     try:
@@ -171,7 +244,7 @@ def load_function(name: str, path: str) -> Any:
         rule = "must name a function that can be imported"
         cure = "`python -m lightning_retrieval.cli` finds the modules of the working directory"
         raise InvalidValue(rule, argument=name, got=f"{path} ({error})", cure=cure) from None
-    return check_callable(name, found)
+    return found
 
 
 def import_named_module(name: str, module: str) -> None:
@@ -187,169 +260,3 @@ def import_named_module(name: str, module: str) -> None:
             "must name a module that can be imported", argument=name, got=f"{module} ({error})"
         ) from None
     named_by_user.add(module)
-
-
-def _checked_parts(name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """The elements of a value, with names; raises if the value itself, or a name, may not be in a file."""
-    if isinstance(value, (list, tuple)):
-        return [(name, item) for item in value]
-    if isinstance(value, Mapping):
-        if isinstance(value.get("class_path"), str) and value.get("init_args", {}) is not None:
-            _check_path(name, value["class_path"], packages)
-        names = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
-        parts = [(names.get(str(key), str(key)), item) for key, item in value.items()]
-        for inner, item in parts:
-            _check_setting(inner, item)
-        return parts
-    if not (value is None or isinstance(value, (bool, int, float, str))):
-        raise InvalidType("must be plain data", argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
-    if isinstance(value, str) and any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
-        rule = "must not be an address, since a file may not choose what is downloaded"
-        raise InvalidValue(rule, argument=name, got=short_repr(value), cure=PASS_AGAIN)
-    return []
-
-
-def _check_setting(name: str, value: Any) -> None:
-    if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
-        rule = "must not be set in a file, since it makes another library run code or read other files"
-        raise InvalidValue(rule, argument=name, got=short_repr(value), cure=PASS_AGAIN)
-
-
-def _check_path(name: str, path: Any, packages: tuple[str, ...]) -> None:
-    """Raise unless a file may name a path, judged by its text; nothing is imported."""
-    if not isinstance(path, str):
-        raise InvalidType("must have a string as class_path", argument=name, got=short_repr(path))
-    module = path.rpartition(".")[0]
-    is_path = path == "timm.create_model" or module in _PUBLIC_PARENTS or _may_name(module, packages)
-    if "<" not in path and not is_path:
-        raise _not_allowed(name, path, packages)
-
-
-def _not_allowed(name: str, path: str, packages: tuple[str, ...]) -> InvalidValue:
-    cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
-    module = path.rpartition(".")[0]
-    if _is_installed(module) and not _is_required(module):
-        cure = f"name the package if it is yours (in the commands: --import_module {module}), or {cure}"
-    elif module and not _is_required(module):
-        cure = f"import {module} first if it is yours (in the commands: --import_module {module}), or {cure}"
-    return InvalidValue(
-        f"names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of yours that are "
-        "imported",
-        argument=name,
-        cure=f"if you trust it, {cure}",
-    )
-
-
-def _may_name(module: str, packages: tuple[str, ...]) -> bool:
-    return is_below(module, packages) or _is_of_user(module)
-
-
-def is_below(module: str, packages: Iterable[str]) -> bool:
-    """Whether a module is one of these packages, or inside one of them."""
-    return any(f"{module}.".startswith(f"{package}.") for package in packages)
-
-
-def _is_of_user(module: str) -> bool:
-    """Whether a module is the user's.
-
-    A module is the user's if it is the script, if the user has named it, or if it is imported and belongs neither to
-    Python nor to a library. A library is what this one requires, and what is installed in site-packages: libraries
-    import each other, and have classes that read files, download or run code when they are constructed.
-    """
-    if module in _MAIN or is_below(module, named_by_user):
-        return True
-    is_imported = module.partition(".")[0] in sys.modules
-    return is_imported and not _is_required(module) and not _is_installed(module)
-
-
-def _is_required(module: str) -> bool:
-    """Whether a module is one of Python or of a required library."""
-    top_level = module.partition(".")[0]
-    return top_level in sys.stdlib_module_names or top_level in _LIBRARIES or top_level in _required_modules()
-
-
-def _is_installed(module: str) -> bool:
-    """Whether an imported module lies where package managers install; one in development does not."""
-    places: list[Any] = []
-    for name in {module, module.partition(".")[0]} & sys.modules.keys():
-        found = sys.modules[name]
-        places += [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
-    return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places if place)
-
-
-def add_named_packages(value: Any) -> None:
-    """Count the packages of the classes that the user, not a file, has named as the user's, even if they are installed.
-
-    Args:
-        value: descriptions of objects that the user has given, such as the model of a config.
-    """
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            add_named_packages(item)
-    if not isinstance(value, Mapping):
-        return
-    for name, item in value.items():
-        if name == "class_path" and isinstance(item, str) and not _is_required(item):
-            named_by_user.add(item.partition(".")[0])
-        add_named_packages(item)
-
-
-@functools.cache
-def _required_modules() -> frozenset[str]:
-    """The top-level modules of this library, its requirements with all extras, and their requirements.
-
-    If the requirements of this library are unknown, the result is the top-level modules of all packages.
-    """
-    owners = importlib.metadata.packages_distributions()
-    pending = ["lightning-retrieval"]
-    found: set[str] = set()
-    while pending:
-        distribution = _normalized(pending.pop())
-        if distribution in found:
-            continue
-        requirements: list[str] = []
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            requirements = importlib.metadata.requires(distribution) or []
-        is_ours = not found
-        if is_ours and not requirements:
-            return frozenset(owners)
-        found.add(distribution)
-        for requirement in requirements:
-            if is_ours or "extra ==" not in requirement:
-                pending.append(requirement)
-    return frozenset(name for name, names in owners.items() if found.intersection(map(_normalized, names)))
-
-
-def _normalized(requirement: str) -> str:
-    """The name of a distribution as package indexes compare it (PEP 503)."""
-    found = re.match(r"[\w.-]+", requirement)
-    return re.sub(r"[-_.]+", "-", found[0] if found else "").lower()
-
-
-def _look_up(path: str, packages: tuple[str, ...]) -> Any:
-    """The object at a path; modules are imported only if they are in one of the packages."""
-    found = imported_object(path, packages)
-    module, _, attribute = path.rpartition(".")
-    if found is not None:
-        return found
-    if "__main__" in path or not (module in _PUBLIC_PARENTS or is_below(module, packages)):
-        raise ImportError(f"{module} has no {attribute}")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def imported_object(path: str, packages: tuple[str, ...] = PACKAGES) -> Any:
-    """The object at a path in modules that are already imported; None if there is no such object.
-
-    The result is also None if the path passes through a module that a file may not name, because the attributes of such
-    a module may be other modules.
-    """
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:length]))
-        if found is not None:
-            for part in parts[length:]:
-                found = getattr(found, part, None)
-                if isinstance(found, types.ModuleType) and not _may_name(found.__name__, packages):
-                    return None
-            return found
-    return None

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
-from lightning_retrieval.checks import check_callable
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
@@ -80,7 +79,7 @@ class RunPreparation:
 
     Raises:
         ValueError: if a setting is out of its range.
-        TypeError: if a transform is not callable, or a setting has the wrong type.
+        TypeError: if a setting has the wrong type.
     """
 
     def __init__(
@@ -95,8 +94,6 @@ class RunPreparation:
         self.settings = dict(settings)
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
-        for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
-            check_callable(name, given, may_be_none=True)
         if "background" in settings:
             check_colour("background", settings["background"])
         self._serialised: dict[str, Any] | None = None

@@ -29,7 +29,6 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import (
-    check_bool,
     check_choice,
     check_finite_number,
     check_float,
@@ -143,7 +142,6 @@ class Preparation:
         check_colour("background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))
-        check_bool("reduced_scale", self.reduced_scale)
         self._check_crop()
         self._check_fit()
 
@@ -225,7 +223,7 @@ class Preparation:
         """The settings as plain data, which checkpoints, JSON and YAML can hold; `fill` only with `resize="fit"`."""
         settings = {}
         for field in fields(self):
-            if field.name == "fill" and self.resize != FIT:  # records of earlier versions do not have it
+            if field.name == "fill" and self.resize != FIT:  # nothing is padded
                 continue
             value = getattr(self, field.name)
             settings[field.name] = list(value) if isinstance(value, tuple) else value

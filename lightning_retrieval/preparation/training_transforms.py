@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
-from lightning_retrieval.checks import check_choice, check_instance
+from lightning_retrieval.checks import check_choice
 from lightning_retrieval.preparation.pixels import MOST_PIXELS, Pixels, to_image, to_pixels
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE, Preparation
 from lightning_retrieval.preparation.prepare import FIT, MOST_RESIZED, Size, needed_part, resized_size
@@ -195,7 +195,6 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
 
     Raises:
         ValueError: if the name is unknown.
-        TypeError: if `preparation` is not a `Preparation`.
 
     Example:
         >>> from PIL import Image
@@ -211,7 +210,6 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
     check_choice("name", name, PAPER_NAMES, owner="training_transform")
     if preparation is None:
         preparation = Preparation.named(name)
-    check_instance("preparation", preparation, Preparation, owner="training_transform")
     steps = _first_steps(name, preparation) + _random_steps(name, preparation)
     if preparation.channels == 1:
         steps.insert(0, v2.Grayscale())

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_device, check_integer, check_integers, check_matrix, check_not_negative
+from lightning_retrieval.checks import check_finite_number, check_integer, check_integers, check_matrix
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
 from lightning_retrieval.ranking.ranks import ieee_products
@@ -256,7 +256,7 @@ class QueryExpansion:
     k: int = 10
 
     def __post_init__(self) -> None:
-        check_not_negative("alpha", self.alpha, most=_LARGEST_ALPHA, owner="QueryExpansion")
+        check_finite_number("alpha", self.alpha, least=0, most=_LARGEST_ALPHA, owner="QueryExpansion")
         check_integer("k", self.k, least=1, owner="QueryExpansion")
 
     def __call__(
@@ -325,7 +325,7 @@ class DatabaseAugmentation:
     k: int = 10
 
     def __post_init__(self) -> None:
-        check_not_negative("alpha", self.alpha, most=_LARGEST_ALPHA, owner="DatabaseAugmentation")
+        check_finite_number("alpha", self.alpha, least=0, most=_LARGEST_ALPHA, owner="DatabaseAugmentation")
         check_integer("k", self.k, least=1, owner="DatabaseAugmentation")
 
     def __call__(self, gallery: Float[Tensor, "gallery dim"]) -> Float[Tensor, "gallery dim"]:
@@ -341,12 +341,11 @@ class DatabaseAugmentation:
 
 def _check_input(queries: Tensor, gallery: Tensor, self_index: Tensor) -> None:
     check_matrix("queries", queries, finite=True, owner="QueryExpansion")
-    check_device("gallery", gallery, queries.device, "queries", owner="QueryExpansion")
     check_matrix("gallery", gallery, finite=True, owner="QueryExpansion")
     if queries.shape[1] != gallery.shape[1] or queries.dtype != gallery.dtype:
         got = f"{tuple(gallery.shape)} of {gallery.dtype} for {tuple(queries.shape)} of {queries.dtype}"
         raise InvalidValue("must have the dimension and dtype of `queries`", "QueryExpansion", "gallery", got=got)
-    check_integers("self_index", self_index, len(queries), "queries", device=queries.device, owner="QueryExpansion")
+    check_integers("self_index", self_index, len(queries), "queries", owner="QueryExpansion")
     if bool(((self_index < -1) | (self_index >= len(gallery))).any()):
         rule = f"must hold indices of gallery rows, 0 to {len(gallery) - 1}, or -1"
         got = f"{int(self_index.min())} to {int(self_index.max())}"

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import CURE_OF_ONE_HOT, check_counts, short_repr
+from lightning_retrieval.checks import check_counts, short_repr
 from lightning_retrieval.invalid import InvalidValue
 
 
@@ -48,14 +48,13 @@ def check_roles(roles: Integer[Tensor, " row"]) -> None:
         raise InvalidValue(rule, argument="roles", got=f"{int(roles.min())} to {int(roles.max())}")
 
 
-def check_dims(dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
+def check_dims(dims: Sequence[int]) -> tuple[int, ...]:
     """The numbers of dimensions as a tuple; raise unless they are integers >= 1 in ascending order.
 
     Args:
         dims: numbers of dimensions to which embeddings are shortened.
-        may_be_empty: whether `dims` may be empty.
     """
-    checked = check_counts("dims", dims, may_be_empty=may_be_empty)
+    checked = check_counts("dims", dims)
     if list(checked) != sorted(set(checked)):
         raise InvalidValue("must be different numbers in ascending order", argument="dims", got=short_repr(dims))
     return checked
@@ -94,7 +93,7 @@ def check_nesting(labels: Int[Tensor, "row level"]) -> None:
         if len(repeated) > 0:
             cure = "; if the columns are not levels, give the rule of `relevance` that reads them"
             if bool(((unique == 0) | (unique == 1)).all()):
-                cure = f"; {CURE_OF_ONE_HOT}"
+                cure = "; give one-hot labels as labels.argmax(1), and multi-hot labels as tags with SharedTags"
             rule = f"label levels must nest, each label of level {level} within one of level {level + 1}"
             got = f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}{cure}"
             raise InvalidValue(rule, got=got)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import as_int64, check_integers, check_tensor, short_repr
+from lightning_retrieval.checks import as_int64, check_integers, short_repr
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.ranking.labels import Role, check_nesting, check_roles, finest, has_role
@@ -87,7 +87,6 @@ class Relevance(ABC):
         rows = 0
         labels = as_int64("labels", labels, owner=self.name)
         if isinstance(labels, Tensor):
-            check_tensor("labels", labels, owner=self.name)
             rows = labels[..., None].shape[0]  # 1 of a scalar, which is not valid
         check_integers("labels", labels, rows, "labels", levels=True, owner=self.name)
         parts = []
@@ -98,7 +97,7 @@ class Relevance(ABC):
         for name in self.reads:
             values = as_int64(name, self._entry(batch, name), owner=self.name)
             levels = not self.reads_single
-            check_integers(name, values, rows, "labels", device=labels.device, levels=levels, owner=self.name)
+            check_integers(name, values, rows, "labels", levels=levels, owner=self.name)
             parts.append(values.reshape(rows, -1).long())
         return torch.cat(parts, 1)
 

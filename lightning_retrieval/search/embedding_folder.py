@@ -28,7 +28,6 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    check_regular_file,
     cure_of_other_form,
     delete_temporary_files,
     folder_lock,
@@ -120,7 +119,7 @@ def read_parquet(path: Path) -> ShardRows:
         table.column("label").to_pylist(),
         _pairs(json.loads(table.schema.metadata[UNREADABLE])),
         table.schema.metadata[ORIGIN].decode(),
-        table.schema.metadata.get(IMAGE_FILES, b"").decode(),
+        table.schema.metadata[IMAGE_FILES].decode(),
     )
 
 
@@ -161,8 +160,7 @@ def read_npy(path: Path) -> ShardRows:
     if _digest(embeddings) != content["sha256"]:
         raise ValueError("the checksum of its embeddings is wrong")
     ids = np.array(content["ids"], dtype=np.int64)
-    unreadable = _pairs(content["unreadable"])
-    image_files = content.get("image_files", "")  # earlier releases did not write this value
+    unreadable, image_files = _pairs(content["unreadable"]), content["image_files"]
     return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
 
 
@@ -395,7 +393,6 @@ class EmbeddingFolder:
         try:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
-            check_regular_file(file.with_suffix(".json"))
             yield
         except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
             if is_system_error(error):
@@ -481,11 +478,11 @@ class EmbeddingFolder:
         with self._named(file):
             if self.manifest.file_format == "npy":
                 content = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-                return _pairs(content["unreadable"]), content.get("image_files", "")
+                return _pairs(content["unreadable"]), content["image_files"]
             import pyarrow.parquet
 
             metadata = pyarrow.parquet.read_schema(file).metadata
-            return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
+            return _pairs(json.loads(metadata[UNREADABLE])), metadata[IMAGE_FILES].decode()
 
     def _origin(self, shard: int) -> str:
         """The origin recorded in a shard's file: a digest of how the embeddings were made, and the shard's number."""

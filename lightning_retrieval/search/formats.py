@@ -4,7 +4,4 @@ from lightning_retrieval.files import Manifest
 
 REBUILD = "build the index again"
 INDEX = Manifest("index", "manifest.json", "index", REBUILD)
-# Earlier versions of the library wrote manifests of embeddings without a checksum.
-EMBEDDINGS = Manifest(
-    "embeddings", "_manifest.json", "embed", "restore it from a copy, or give another folder", may_lack_checksum=True
-)
+EMBEDDINGS = Manifest("embeddings", "_manifest.json", "embed", "restore it from a copy, or give another folder")

@@ -6,13 +6,11 @@ The functions of the commands check the arguments of other callers by the same r
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.first_checks import (
     check_images_exist,
-    check_integers,
     check_model_exists,
     check_weights_exist,
     is_local_file,
@@ -21,22 +19,6 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.search.formats import EMBEDDINGS, INDEX
 from lightning_retrieval.search.html_page import check_page_target
 from lightning_retrieval.search.report.targets import check_output
-
-# Least values of options. `checks.py`, which imports torch, checks the arguments of other callers.
-LEAST = {
-    "batch_size": 1,
-    "shard_size": 1,
-    "devices": 1,
-    "num_nodes": 1,
-    "shards": 1,
-    "max_epochs": 1,
-    "k": 1,
-    "embedding_dim": 1,
-    "hidden_dim": 1,
-    "num_workers": 0,
-    "seed": 0,
-}
-LEAST_OF_COMMANDS = {"adapt": {"batch_size": 4}}
 
 
 def check_table_exists(name: str, table: Path) -> None:
@@ -126,27 +108,12 @@ def check_options(command: str, options: argparse.Namespace) -> None:
         command: the command.
         options: its options, as parsed.
     """
-    check_integers(options, {**LEAST, **LEAST_OF_COMMANDS.get(command, {})})
-    for name in ("false_match_rate", "lr", "threshold"):
-        _check_number(name, getattr(options, name, None))
     CHECKS[command](options)
     model = options.checkpoint
     if isinstance(model, Path):
         check_model_exists(model)
     elif model is not None and is_local_file(model.weights):
         check_weights_exist(Path(model.weights).expanduser())
-
-
-def _check_number(name: str, value: float | None) -> None:
-    """Raise unless an option is a valid number, or not given."""
-    if value is None:
-        return
-    if name == "lr" and value <= 0:
-        raise InvalidValue("must be a finite number > 0", argument=name, got=value)
-    if not math.isfinite(value):
-        raise InvalidValue("must be a finite number", argument=name, got=value)
-    if name == "false_match_rate" and not 0 <= value <= 1:
-        raise InvalidValue("must be from 0 to 1", argument=name, got=value)
 
 
 def _check_adapt(options: argparse.Namespace) -> None:

@@ -13,21 +13,18 @@
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checkpoints import (
     INSTANTIATORS,
     check_checkpoint,
     check_checkpoint_exists,
-    check_content,
     is_sharded_checkpoint,
     load_mapped,
     map_tensors,
@@ -35,51 +32,26 @@ from lightning_retrieval.checkpoints import (
     read_shards,
     write_sharded_checkpoint,
 )
-from lightning_retrieval.checks import first_line, short_repr
-from lightning_retrieval.compiled import plain_state
-from lightning_retrieval.distributed import rank, together, world_size
+from lightning_retrieval.checks import first_line
+from lightning_retrieval.compiled import plain_state, without_wrappers
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.limits import BASE_WEIGHTS, limited_to, weights_of
+from lightning_retrieval.models.limits import BASE_WEIGHTS
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
-from lightning_retrieval.plain_data import checked_settings, class_path, describe, format_of
+from lightning_retrieval.plain_data import arguments_of_file, check_format, class_path, describe
 from lightning_retrieval.preparation.serialised import check_serialised_transform
-from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
-from lightning_retrieval.training.memory import CrossBatchMemory
-from lightning_retrieval.training.optimizers import Updates
 
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
 ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
 # Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
 PREPARATIONS = ("preparation", "query_preparation")
-EXTRA_STATE = "_extra_state"  # end of the name of what the `get_extra_state` of a module has returned
 LONGEST_PROBLEM = 200  # characters of torch's list of names in a message
 STATES = ("state_dict", "current_model_state")  # `current_model_state` is written by Lightning's weight averaging
-
-
-def check_weights(checkpoint: Mapping[str, Any]) -> None:
-    """Raise unless the states of modules in a checkpoint are tensors by name, besides what modules add themselves.
-
-    Args:
-        checkpoint: content of the checkpoint.
-
-    Raises:
-        ValueError: if there is anything else.
-    """
-    for key in STATES:
-        state = checkpoint.get(key, {})
-        if not isinstance(state, Mapping):
-            raise InvalidValue(f"a checkpoint must have a dict of tensors as {key}", got=short_repr(state))
-        for name, value in state.items():
-            is_added = isinstance(name, str) and name.endswith(EXTRA_STATE)
-            if not isinstance(name, str) or not (is_added or isinstance(value, Tensor)):
-                rule = f"a checkpoint must have tensors by name in {key}"
-                got = f"{short_repr(value)} for {short_repr(name)}"
-                raise InvalidValue(rule, got=got, cure="take another checkpoint")
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -135,15 +107,11 @@ def add_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         checkpoint: content of the checkpoint, which is changed in place.
 
     Raises:
-        ValueError: if the adapters were trained with another backbone or with other pretrained weights, or if the
-            checkpoint's record of the pretrained weights is invalid.
+        ValueError: if the adapters were trained with another backbone or with other pretrained weights.
     """
     if BASE_WEIGHTS not in checkpoint:
         return
     names = checkpoint[BASE_WEIGHTS]
-    if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
-        rule = f"the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}"
-        raise InvalidValue(rule, got=short_repr(names))
     found = module.state_dict()
     missing = [name for name in names if name not in found]
     if missing:
@@ -242,15 +210,11 @@ def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     settings = _settings_of_module(checkpoint)
     if settings is None:
         return None
-    check_content(checkpoint)
-    check_weights(checkpoint)
     rename_plainly_in(checkpoint)
-    of_format = format_of(checkpoint)
-    checked_settings(TrainingObjects, settings, of_format=of_format)
-    checked = checked_settings(RetrievalNetwork, settings, of_format=of_format)
-    # Pretrained weights would be downloaded, only to be replaced.
-    with without_pretrained_weights(), limited_to(weights_of(checkpoint)):
-        network = RetrievalNetwork(**checked.arguments())
+    check_format(checkpoint)
+    used = arguments_of_file(RetrievalNetwork, settings)
+    with without_pretrained_weights():  # they would be downloaded, only to be replaced
+        network = RetrievalNetwork(**used)
     add_base_weights(network, checkpoint)
     load_preparations(network, checkpoint)
     state = copy.copy(checkpoint["state_dict"])  # copies also `_metadata`
@@ -347,19 +311,18 @@ class ShardedRunCheckpoints:
             ValueError: if the checkpoint is damaged, or the path is a folder of another kind.
         """
         path = Path(checkpoint_path)
-        module = self.strategy.lightning_module
+        module = without_wrappers(self.strategy.lightning_module)
         with owned_by(type(module).__name__):
+            check_checkpoint_exists("ckpt_path", path)
+            check_checkpoint(path)
             if is_sharded_checkpoint(path):
                 checkpoint: dict[str, Any] = self._read_shards(path, weights_only)
             else:
-                check_checkpoint_exists("ckpt_path", path)
-                check_checkpoint(path)
                 checkpoint = load_mapped(path, weights_only=weights_only)
-            check_content(checkpoint)
             if module._trainer is not None:
-                from lightning_retrieval.training.restored_states import restrict_states  # needs Lightning
+                from lightning_retrieval.training.restored_states import keep_own_paths  # needs Lightning
 
-                checkpoint = restrict_states(module.trainer, checkpoint)
+                checkpoint = keep_own_paths(module.trainer, checkpoint)
             rename_plainly_in(checkpoint)
             module.unfilled -= checkpoint["state_dict"].keys()
             add_base_weights(module, checkpoint)
@@ -371,8 +334,7 @@ class ShardedRunCheckpoints:
             return checkpoint
 
     def _read_shards(self, path: Path, weights_only: bool | None) -> Any:
-        """The content of a sharded checkpoint; each process verifies some of the files, and reads only its shards."""
-        together(lambda: check_checkpoint(path, slice(rank(), None, world_size())))
+        """The content of a sharded checkpoint; each process reads only its shards."""
         rest = read_rest(path, weights_only=weights_only)
         alike: dict[str, Any] = {
             f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()
@@ -401,20 +363,10 @@ class ShardedRunCheckpoints:
 
     def _sharded_state(self, state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
         """The state of one parameter; tensors of the parameter's shape are sharded like the parameter."""
-        if not is_sharded(parameter):
-            return dict(state)
         sharded = dict(state)
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                continue
-            if value.shape != parameter.shape:
-                raise InvalidValue(
-                    "the optimizer's state of a sharded parameter must have the shape of the parameter, "
-                    f"{tuple(parameter.shape)}",
-                    got=f"{tuple(value.shape)} for {name!r}",
-                    cure="use another optimizer, or DDP",
-                )
-            sharded[name] = sharded_like(parameter, value)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                sharded[name] = sharded_like(parameter, value)
         return sharded
 
 
@@ -433,24 +385,3 @@ def _full_on_first(_: str, tensor: Any) -> Any:
     if rank() > 0:
         return full.new_empty(0)
     return full.cpu()
-
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """The other arguments of a `RetrievalModule` that are objects. In a checkpoint they are checked, but not built.
-
-    Args:
-        loss: as for `RetrievalModule`, like the other arguments.
-        optimizer: creates the optimizer.
-        lr_scheduler: creates the scheduler, or None.
-        memory: past batches, or None.
-        relevance: rule of relevance, or None.
-        updates: clipping and learning rates of parts, or None.
-    """
-
-    loss: nn.Module
-    optimizer: Callable[[Iterable[Any]], Optimizer]
-    lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None
-    memory: CrossBatchMemory | None
-    relevance: Relevance | None
-    updates: Updates | None

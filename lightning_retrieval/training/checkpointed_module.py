@@ -4,8 +4,8 @@
 is resumed after that epoch would keep them frozen, so a checkpoint lists the parameters that are trained.
 """
 
+import inspect
 from collections.abc import Collection, Mapping
-from functools import cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -27,21 +27,32 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.checkpoints import (
     check_checkpoint,
-    check_content,
     is_sharded_checkpoint,
     read_checkpoint,
     remove_sharded_checkpoint,
     write_checkpoint,
 )
-from lightning_retrieval.checks import check_flag
-from lightning_retrieval.compiled import keep_plain_names, without_wrappers
+from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.loading import module_of_checkpoint, read_module_checkpoint
 from lightning_retrieval.models.sides import TwoSides
-from lightning_retrieval.plain_data import FORMAT, FORMAT_KEY, describe, unsharded_class, without_sources
+from lightning_retrieval.plain_data import (
+    FORMAT,
+    FORMAT_KEY,
+    KWARGS,
+    check_format,
+    describe,
+    unsharded_class,
+    without_sources,
+)
 from lightning_retrieval.training import checkpoint_files
-from lightning_retrieval.training.restored_states import is_file_or_checkpoint, is_within, local_path, restrict_states
+from lightning_retrieval.training.restored_states import (
+    is_checkpoint_of,
+    is_file_or_checkpoint,
+    keep_own_paths,
+    local_path,
+)
 
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
 
@@ -58,10 +69,9 @@ class VerifiedCheckpoints(CheckpointIO):
     """
 
     def __init__(self, checkpoint_io: CheckpointIO, trainer: Any = None) -> None:
-        self.checkpoint_io = checkpoint_io
+        self.checkpoint_io = _beside_target(checkpoint_io)
         self.trainer = trainer
         self._saved: set[str] = set()
-        _write_beside_target(checkpoint_io)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. A local file of Lightning's own `CheckpointIO` gets its name when it is complete."""
@@ -83,9 +93,8 @@ class VerifiedCheckpoints(CheckpointIO):
                 content: dict[str, Any] = read_checkpoint(path, weights_only=weights_only)
             else:
                 content = self.checkpoint_io.load_checkpoint(path, map_location, weights_only=weights_only)
-            check_content(content)
             if self.trainer is not None:
-                content = restrict_states(self.trainer, content)
+                content = keep_own_paths(self.trainer, content)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -103,13 +112,8 @@ class VerifiedCheckpoints(CheckpointIO):
 
     def _is_of_run(self, path: Any) -> bool:
         """Whether this run has saved to a path, or one of its callbacks saves to the folder of the path."""
-        if str(path) in self._saved:
-            return True
-        for callback in getattr(self.trainer, "callbacks", ()):
-            folder = getattr(callback, "dirpath", None)
-            if folder and is_within(path, folder):
-                return True
-        return False
+        callbacks = getattr(self.trainer, "callbacks", ())
+        return str(path) in self._saved or any(is_checkpoint_of(callback, path) for callback in callbacks)
 
     def teardown(self) -> None:
         """Tear down the other `CheckpointIO`."""
@@ -132,6 +136,7 @@ class _BesideTarget(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint. A local file gets its name when it is complete."""
         file_system, local = fsspec.core.url_to_fs(str(path))
         if storage_options is None and isinstance(file_system, LocalFileSystem):
             write_checkpoint(Path(local), checkpoint)
@@ -139,34 +144,13 @@ class _BesideTarget(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
-def _write_beside_target(checkpoint_io: CheckpointIO | None) -> None:
-    """Let Lightning's own `CheckpointIO`, or a subclass that calls its method, write a local file beside its target.
-
-    The `CheckpointIO` may be within another one, such as the async one.
-    """
-    while isinstance(checkpoint_io, _WrappingCheckpointIO):
-        checkpoint_io = checkpoint_io.checkpoint_io
-    if isinstance(checkpoint_io, TorchCheckpointIO) and not isinstance(checkpoint_io, _BesideTarget):
-        checkpoint_io.__class__ = _class_beside_target(type(checkpoint_io))
-
-
-@cache
-def _class_beside_target(cls: type[TorchCheckpointIO]) -> type[_BesideTarget]:
-    """A subclass of a class in which `super().save_checkpoint` is the method of `_BesideTarget`."""
-    if cls is TorchCheckpointIO:
-        return _BesideTarget
-
-    def reduce(self: Any, _: Any) -> tuple[Any, ...]:
-        """What pickle needs, which cannot find this class by its name."""
-        return _new_beside_target, (cls,), dict(self.__dict__)
-
-    return type(cls.__name__, (cls, _BesideTarget), {"__module__": cls.__module__, "__reduce_ex__": reduce})
-
-
-def _new_beside_target(cls: type[TorchCheckpointIO]) -> _BesideTarget:
-    """An object of `_class_beside_target`, before its attributes are set."""
-    new = _class_beside_target(cls)
-    return new.__new__(new)
+def _beside_target(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    """`_BesideTarget` in place of Lightning's own `CheckpointIO`, also within another one, such as the async one."""
+    if type(checkpoint_io) is TorchCheckpointIO:
+        return _BesideTarget()
+    if isinstance(checkpoint_io, _WrappingCheckpointIO) and checkpoint_io.checkpoint_io is not None:
+        checkpoint_io._checkpoint_io = _beside_target(checkpoint_io.checkpoint_io)
+    return checkpoint_io
 
 
 class CheckpointedModule(pl.LightningModule):
@@ -180,15 +164,15 @@ class CheckpointedModule(pl.LightningModule):
     def __init__(self) -> None:
         warn_of_other_package()
         super().__init__()
-        keep_plain_names(self)
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
-        """Save the arguments of a constructor as hyperparameters, in the form of plain values.
+        """Save the arguments of all constructors of this object as hyperparameters, in the form of plain values.
 
         Args:
             objects: the arguments that are objects. They are saved as class path and arguments.
-            frame: stack frame of the constructor.
+            frame: stack frame of the constructor that has them.
         """
+        kwargs = _names_of_kwargs(self, frame)
         self.save_hyperparameters(ignore=list(objects), frame=frame)
         if "_instantiator" in self.hparams:  # LightningCLI: the config, already plain values
             self.save_hyperparameters(frame=frame)
@@ -197,7 +181,7 @@ class CheckpointedModule(pl.LightningModule):
         # comparison fails for an array, and a metric equals anything. Above the outermost frame, there is no frame.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
-        self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
+        self.save_hyperparameters(describe({**self.hparams, **objects, **kwargs}), frame=frame)
 
     def _set_trainer(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -248,11 +232,9 @@ class CheckpointedModule(pl.LightningModule):
             FileNotFoundError: if there is no file at a path.
             ValueError: if the path is a folder, the file is damaged, the file names a class or a setting that a file
                 may not name, or an object must be passed again.
-            TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
-                a device, or the checkpoint describes an object of the wrong kind for an argument.
+            TypeError: if the checkpoint describes an object of the wrong kind for an argument.
         """
         with owned_by(cls.__name__):
-            check_flag("strict", strict)
             checkpoint = read_module_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
         return restored_module(cls, checkpoint, kwargs, strict)
 
@@ -262,8 +244,7 @@ class CheckpointedModule(pl.LightningModule):
 
         Lightning would convert it after the weights are loaded.
         """
-        checkpoint_files.check_weights(checkpoint)
-        without_wrappers(self)
+        check_format(checkpoint)
         checkpoint_files.rename_plainly_in(checkpoint)
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
@@ -274,6 +255,8 @@ class CheckpointedModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Complete the checkpoint, and make its hyperparameters plain even if a subclass saved objects in them."""
         checkpoint[FORMAT_KEY] = FORMAT
+        without_wrappers(self)
+        checkpoint_files.rename_plainly_in(checkpoint)
         checkpoint_files.remove_base_weights(self, checkpoint)
         if _has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
@@ -284,6 +267,31 @@ class CheckpointedModule(pl.LightningModule):
             described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
             complete = _with_complete_parts(described, self)
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = without_sources(complete)
+
+
+def _names_of_kwargs(module: Any, frame: Any) -> dict[str, list[str]]:
+    """The hyperparameter with the names that the caller of the outermost constructor has given to its `**kwargs`.
+
+    A subclass may pass other arguments of the base class itself, which loading must not give to its `**kwargs`. Without
+    `**kwargs`, or with `*args`, whose names are unknown, there is no such hyperparameter.
+
+    Args:
+        module: the object that is constructed.
+        frame: stack frame of one of its constructors.
+    """
+    while _is_constructor_of(module, frame.f_back):
+        frame = frame.f_back
+    arguments = inspect.getargvalues(frame)
+    if arguments.keywords is None or arguments.varargs is not None:
+        return {}
+    return {KWARGS: list(arguments.locals[arguments.keywords])}
+
+
+def _is_constructor_of(module: Any, frame: Any) -> bool:
+    """Whether a stack frame is that of a constructor of an object."""
+    if frame is None or frame.f_code.co_name != "__init__" or not frame.f_code.co_varnames:
+        return False
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) is module
 
 
 def _with_complete_parts(arguments: dict[str, Any], module: Any) -> dict[str, Any]:
@@ -335,7 +343,6 @@ def restored_module(
         rule = "a checkpoint must have the weights of a module, its `state_dict`"
         raise InvalidValue(rule, cls.__name__, got="none")
     with owned_by(cls.__name__):
-        check_content(checkpoint)
         module = module_of_checkpoint(cls, checkpoint, given)
         module.configure_model()
         module.on_load_checkpoint(checkpoint)

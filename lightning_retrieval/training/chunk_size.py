@@ -3,18 +3,19 @@
 import gc
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_auto, check_callable, check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.backend import rank_zero_info
+from lightning_retrieval.checks import check_integer, short_repr
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.random_state import RandomState
-from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
+from lightning_retrieval.training.chunked import RunningStatistics, visit_modules
 
 ChunkSize = int | Literal["auto"] | None
 
@@ -24,6 +25,97 @@ _ALLOCATION_FAILED = re.compile(
 )
 # cuDNN reports this error if every algorithm for a convolution needs too large a workspace.
 _NO_ALGORITHM = re.compile(r"unable to find an engine|unable to find a valid cuDNN algorithm", re.IGNORECASE)
+
+
+def largest_chunk_size(
+    embed: Callable[[Tensor], Tensor], inputs: Tensor, *, keep_graphs: int = 1, reserve: int = 0
+) -> int:
+    """A `chunk_size` for `chunked_backward` that fits into the memory of the device, found by halving the batch.
+
+    A trial embeds and back-propagates the chunks whose graphs are kept. It does so twice, because gradients already
+    exist when the second chunk of a step is embedded. Afterwards, the gradients of parameters, the random state and the
+    running statistics of normalisation layers are restored, and the autocast cache is cleared. Call this function after
+    `zero_grad`: otherwise the existing gradients take up memory in addition to the gradients of the trial.
+
+    Each process searches for itself, so the processes may find different sizes. Therefore no layer of `embed` may wait
+    for other processes, as SyncBatchNorm does.
+
+    Failed allocations of cuBLAS and cuDNN are handled like those of torch. Any other error is raised.
+
+    Args:
+        embed: maps inputs (n, ...) to embeddings (n, D).
+        inputs: the whole batch, rows first, on the device whose memory is tested. On a CPU all rows "fit".
+        keep_graphs: number of chunks whose graphs are kept, >= 1, as for `chunked_backward`.
+        reserve: bytes of device memory to keep free for later use, such as the optimizer's state and the loss; >= 0.
+
+    Raises:
+        ValueError: if `keep_graphs` < 1 or `reserve` < 0.
+        torch.OutOfMemoryError: if not even chunks of one row fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.training.chunk_size import largest_chunk_size
+        >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
+        5
+    """
+    keep_graphs = check_integer("keep_graphs", keep_graphs, least=1, owner="largest_chunk_size")
+    reserve = check_integer("reserve", reserve, least=0, owner="largest_chunk_size")
+    size = len(inputs)
+    while not _fits(embed, inputs.split(size)[:keep_graphs], reserve):
+        _free_memory(inputs.device)
+        size = math.ceil(size / 2)
+    return size
+
+
+class ChunkSizeSearch:
+    """Finds the chunk size of a run, and searches again for each batch that is larger than all before."""
+
+    def __init__(self) -> None:
+        self.chunk_size = 0
+        self.rows = 0  # rows of the batch for which the chunk size was found
+
+    def find(self, module: nn.Module, embed: Callable[[Tensor], Tensor], images: Tensor, keep_graphs: int) -> int:
+        """The largest chunk size for a batch.
+
+        Args:
+            module: the module that is trained. Memory is reserved for Adam's two moments, which do not exist before
+                the first step, and for the flat copy of the gradients that several processes sum.
+            embed: maps images to embeddings.
+            images: images of this process.
+            keep_graphs: number of chunks whose graphs are kept.
+        """
+        if len(images) > self.rows:
+            size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+            self.chunk_size = largest_chunk_size(embed, images, keep_graphs=keep_graphs, reserve=3 * size)
+            self.rows = len(images)
+            rank_zero_info(
+                f"{type(module).__name__}: chunks of {self.chunk_size} of {self.rows} images fit into memory."
+            )
+        return self.chunk_size
+
+
+def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
+    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
+
+    Args:
+        chunk_size: the argument.
+
+    Raises:
+        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
+        TypeError: if a value is not an integer, None or `"auto"`.
+    """
+    if not isinstance(chunk_size, Mapping):
+        return _check_one_size("chunk_size", chunk_size)
+    if chunk_size.keys() != set(SIDES):
+        rule = "a dict as `chunk_size` must have the keys queries and candidates"
+        raise InvalidValue(rule, got=short_repr(chunk_size))
+    return {side: _check_one_size(f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
+
+
+def _check_one_size(name: str, size: ChunkSize) -> ChunkSize:
+    if size is None or size == "auto":
+        return size
+    return check_integer(name, size, least=1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,64 +132,6 @@ def may_be_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_ALGORITHM.search(str(error)) is not None
 
 
-def largest_chunk_size(
-    embed: Callable[[Tensor], Tensor], inputs: Tensor, *, keep_graphs: int = 1, reserve: int = 0
-) -> int:
-    """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
-
-    The search first tries the whole batch as one chunk, then 2 chunks of equal size (rounded up), 4 chunks and so on,
-    until the chunks fit. Between the last two numbers of chunks, it then searches for the smallest number that fits.
-
-    A trial embeds and back-propagates the chunks whose graphs are kept. It does so twice, because gradients already
-    exist when the second chunk of a step is embedded. Afterwards, the gradients, the random state and the running
-    statistics of normalisation layers are restored, and the autocast cache is cleared. Call this function after
-    `zero_grad`: otherwise the existing gradients take up memory in addition to the gradients of the trial.
-
-    Each process searches for itself, so the processes may find different sizes. Therefore no layer of `embed` may wait
-    for other processes, as SyncBatchNorm does.
-
-    Failed allocations of cuBLAS and cuDNN are handled like those of torch. Any other error is raised.
-
-    Args:
-        embed: maps inputs (n, ...) to embeddings (n, D).
-        inputs: the whole batch, rows first, on the device whose memory is tested. On a CPU all rows "fit".
-        keep_graphs: number of chunks whose graphs are kept, >= 1, as for `chunked_backward`.
-        reserve: bytes of device memory to keep free for later use, such as the optimizer's state and the loss; >= 0.
-
-    Raises:
-        ValueError: if `inputs` is empty or part of a graph, `keep_graphs` < 1 or `reserve` < 0.
-        TypeError: if `embed` is not callable, `inputs` is not a tensor, or `keep_graphs` or `reserve` is not an
-            integer.
-        torch.OutOfMemoryError: if not even chunks of one row fit.
-
-    Example:
-        >>> import torch
-        >>> from lightning_retrieval.training.chunk_size import largest_chunk_size
-        >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
-        5
-    """
-    check_callable("embed", embed, owner="largest_chunk_size")
-    with owned_by("largest_chunk_size"):
-        check_inputs(inputs)
-    keep_graphs = check_integer("keep_graphs", keep_graphs, least=1, owner="largest_chunk_size")
-    reserve = check_integer("reserve", reserve, least=0, owner="largest_chunk_size")
-    rows = len(inputs)
-    too_few, chunks = 0, 1  # numbers of chunks
-    while not _fits(embed, inputs.split(math.ceil(rows / chunks))[:keep_graphs], reserve):
-        _free_memory(inputs.device)
-        too_few, chunks = chunks, 2 * chunks
-    size = math.ceil(rows / chunks)
-    while chunks - too_few > 1:
-        between = (too_few + chunks) // 2
-        larger = math.ceil(rows / between)
-        if larger == size or _fits(embed, inputs.split(larger)[:keep_graphs], reserve):
-            chunks, size = between, larger
-        else:
-            _free_memory(inputs.device)
-            too_few = between
-    return size
-
-
 def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> bool:
     """Whether the graphs of some chunks fit into memory; raise if not even chunks of one input each fit."""
     try:
@@ -110,12 +144,9 @@ def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve
             return False
         if not is_out_of_memory(error):
             raise
-        number = "one input"
-        if len(chunks) > 1:
-            number = f"the graphs of {len(chunks)} chunks of one input"
         raise torch.OutOfMemoryError(
-            f"largest_chunk_size: not even {number} of shape {tuple(inputs.shape[1:])} fits the memory of "
-            f"{inputs.device} in addition to the {reserve} reserved bytes; use smaller inputs, a smaller network "
+            f"largest_chunk_size: not even {len(chunks)} x 1 input of shape {tuple(inputs.shape[1:])} fits the memory "
+            f"of {inputs.device} in addition to the {reserve} reserved bytes; use smaller inputs, a smaller network "
             "or half precision."
         ) from error
     finally:
@@ -142,75 +173,30 @@ def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], r
     """Use as much memory as a step uses for the kept graphs of some chunks, then restore all state."""
     reserved = torch.empty(reserve, dtype=torch.uint8, device=chunks[0].device)
     statistics, random_state = RunningStatistics(embed, sum(map(len, chunks))), RandomState()
-    with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():
+    with _gradients_restored(embed), statistics.unchanged(), random_state.replayed(), torch.enable_grad():
         for _ in range(2):
-            kept = []
-            for chunk in chunks:
-                kept.append(embed(chunk))
-                check_tensor("embed's result", kept[-1], owner="largest_chunk_size")
+            kept = [embed(chunk) for chunk in chunks]
             while kept:
                 embeddings = kept.pop()
                 if embeddings.requires_grad:
-                    set_aside(_leaves(embeddings))
                     embeddings.backward(torch.zeros_like(embeddings))
                 del embeddings
     del reserved
 
 
 @contextmanager
-def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Restore, on exit, the gradients of `embed`'s parameters and of all tensors passed to the yielded function."""
-    kept: dict[Tensor, Tensor | None] = {}
+def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Restore, on exit, the gradients of `embed`'s parameters."""
+    gradients: dict[Tensor, Tensor | None] = {}
 
-    def set_aside(tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor not in kept:
-                kept[tensor], tensor.grad = tensor.grad, None
+    def set_aside(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter not in gradients:
+                gradients[parameter], parameter.grad = parameter.grad, None
 
     try:
-        # The graph does not contain all leaves: a reentrant checkpoint hides the leaves of its layers.
-        with visit_modules(embed, lambda module: set_aside(module.parameters())):
-            yield set_aside
+        with visit_modules(embed, set_aside):
+            yield
     finally:
-        for tensor, gradient in kept.items():
-            tensor.grad = gradient
-
-
-def _leaves(output: Tensor) -> list[Tensor]:
-    """The leaves whose gradients a backward pass from `output` changes."""
-    leaves, visited, waiting = [], set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            waiting.append(following)
-    return leaves
-
-
-def check_chunk_size(chunk_size: Any) -> ChunkSize | dict[Side, ChunkSize]:
-    """Return the argument `chunk_size` of a module: a value for both sides, or a dict with a value for each side.
-
-    Args:
-        chunk_size: the argument.
-
-    Raises:
-        ValueError: if a number is < 1, or a dict does not have the two sides as keys.
-        TypeError: if a value is not an integer, None or `"auto"`.
-    """
-    if not isinstance(chunk_size, Mapping):
-        return _check_one_size("chunk_size", chunk_size)
-    if chunk_size.keys() != set(SIDES):
-        rule = "a dict as `chunk_size` must have the keys queries and candidates"
-        raise InvalidValue(rule, got=short_repr(chunk_size))
-    return {side: _check_one_size(f"chunk_size['{side}']", chunk_size[side]) for side in SIDES}
-
-
-def _check_one_size(name: str, size: Any) -> ChunkSize:
-    if size is None:
-        return None
-    checked: int | Literal["auto"] = check_auto(name, size, least=1)
-    return checked
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient

@@ -1,7 +1,7 @@
 """Back-propagation of a loss of a whole batch, one chunk of the batch at a time.
 
 A listwise loss is a function of all embeddings of the batch, but its gradient reaches the network only through the
-embeddings. So the backward pass can have three stages (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+embeddings. So the backward pass has three stages (Gao et al., "Scaling Deep Contrastive Learning Batch Size under
 Memory Limited Setup", RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 1. embed the batch chunk by chunk without a graph, and keep the random state that each chunk started with;
@@ -11,27 +11,207 @@ Memory Limited Setup", RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 The last `keep_graphs` chunks are embedded only once, because they keep a graph from stage 1. Stage 3 processes the last
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time (one graph if
-`keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`. A batch that is a
-single chunk with a graph needs no stages: one backward pass goes through the loss and the network.
+`keep_graphs` is 0), and the order in which gradients are added does not depend on `keep_graphs`.
+
+A batch may have several sides, such as queries and candidates. Stage 3 ends with the first side.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_retrieval.checks import check_callable, check_integer, check_tensor, first_line
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.compiled import is_compiled
 from lightning_retrieval.distributed import kept_rows
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.random_state import RandomState
 
 _OWNER = "chunked_backward"
-_TOO_FEW_ROWS = "Expected more than 1 value per channel when training"  # of BatchNorm
+Embed = Callable[[Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[None]]
+PullBack = Callable[[Tensor, Context], None]
+
+
+def chunked_backward(
+    embed: Embed,
+    inputs: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    chunk_size: int | None = None,
+    *,
+    keep_graphs: int = 1,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    last_backward: Context = nullcontext,
+) -> Tensor:
+    """Add to `.grad` what `loss(embed(inputs)).backward()` would add, with the graphs of only a few chunks in memory.
+
+    Args:
+        embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
+            input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once
+            per batch: with the means and variances of the chunks, averaged over the chunks and weighted by their
+            numbers of rows. The variance between the means of the chunks is ignored.
+        inputs: the whole batch, rows first, without a graph.
+        loss: maps the embeddings of the whole batch (B, D) to a scalar. The loss may have parameters.
+        chunk_size: number of rows embedded at a time, >= 1; None embeds all rows at once.
+        keep_graphs: number of chunks whose graphs are kept, >= 0; each of these chunks is embedded only once. The
+            number does not affect the gradients.
+        backward: back-propagates the scalar; in half precision, a function that first scales it.
+        last_backward: returns a context for the backward pass of the last chunk, which completes the gradients of
+            `embed`'s parameters.
+
+    Returns:
+        The value of the loss, without a graph.
+
+    Raises:
+        ValueError: if `chunk_size` < 1, `keep_graphs` < 0, the embeddings do not have one row for each input, or the
+            loss is not a scalar.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.training.chunked import chunked_backward
+        >>> embed = torch.nn.Linear(3, 2)
+        >>> x = torch.randn(5, 3)
+        >>> spread = lambda y: y.var()
+        >>> value = chunked_backward(embed, x, spread, chunk_size=2)
+        >>> chunked = embed.weight.grad.clone()
+        >>> embed.zero_grad()
+        >>> spread(embed(x)).backward()
+        >>> torch.allclose(embed.weight.grad, chunked)
+        True
+
+    Cost:
+        All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
+        embeddings and the loss.
+    """
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, least=1, owner=_OWNER)
+    check_integer("keep_graphs", keep_graphs, least=0, owner=_OWNER)
+    sides = [(embed, inputs)]
+    return sides_backward(sides, loss, [chunk_size], [keep_graphs], backward=backward, last_backward=[last_backward])
+
+
+def sides_backward(
+    sides: Sequence[tuple[Embed, Tensor]],
+    loss: Callable[..., Tensor],
+    chunk_sizes: Sequence[int | None],
+    keep_graphs: Sequence[int],
+    *,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    last_backward: Sequence[Context],
+) -> Tensor:
+    """`chunked_backward` for a loss of one or more sides; a network may embed several of them.
+
+    With `keep_graphs=0` for all sides but the last, the graphs of only one side exist at a time.
+
+    Args:
+        sides: the function that embeds each side, and its inputs.
+        loss: maps the embeddings of all sides to a scalar.
+        chunk_sizes: as for `chunked_backward`, for each side.
+        keep_graphs: as for `chunked_backward`, for each side.
+        backward: back-propagates the scalar.
+        last_backward: as for `chunked_backward`, for each side. The last side is back-propagated first.
+    """
+    embeddings: list[Tensor] = []
+    pull_backs: list[PullBack] = []
+    for (embed, inputs), chunk_size, kept in zip(sides, chunk_sizes, keep_graphs, strict=True):
+        of_side, pull_back = _embedded(embed, inputs, chunk_size or max(len(inputs), 1), kept)
+        embeddings.append(of_side)
+        pull_backs.append(pull_back)
+    value = loss(*embeddings)
+    if value.ndim:
+        raise InvalidValue("must return a scalar", _OWNER, "loss", got=f"shape {tuple(value.shape)}")
+    if value.requires_grad:  # not a constant, such as 0 for a batch without pairs
+        backward(value)
+    for of_side, pull_back, context in reversed(list(zip(embeddings, pull_backs, last_backward, strict=True))):
+        if of_side.requires_grad:
+            gradient = of_side.grad
+            if gradient is None:  # the loss ignores this side, perhaps only in this process
+                gradient = torch.zeros_like(of_side)
+            pull_back(gradient, context)
+    return value.detach()
+
+
+def _embedded(embed: Embed, inputs: Tensor, chunk_size: int, keep_graphs: int) -> tuple[Tensor, PullBack]:
+    """Embed a batch chunk by chunk.
+
+    Returns:
+        The embeddings, which require a gradient unless nothing in `embed` does; and the function that back-propagates
+        their gradient through the chunks, which is called once, with the context of its last backward pass.
+    """
+    chunks = inputs.split(chunk_size)
+    first_kept = max(len(chunks) - keep_graphs, 0)
+    statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1 or first_kept > 0)
+    states, parts, graphs = [], [], {}
+    for chunk in chunks[:first_kept]:
+        states.append(RandomState())
+        with torch.no_grad(), statistics.collected(len(chunk)):
+            parts.append(kept_rows(_embed_chunk(embed, chunk)))
+    if states:
+        # Else autocast would reuse weights that were cast without a graph, and they would get no gradient.
+        torch.clear_autocast_cache()
+    for number, chunk in enumerate(chunks[first_kept:], first_kept):
+        with statistics.collected(len(chunk)):
+            graphs[number] = _embed_chunk(embed, chunk)
+        parts.append(graphs[number].detach())
+    statistics.update()
+    embeddings = torch.cat(parts)
+    if embeddings.ndim != 2 or len(embeddings) != len(inputs):
+        rule = f"must return one row for each of the {len(inputs)} inputs"
+        raise InvalidValue(rule, _OWNER, "embed", got=f"shape {tuple(embeddings.shape)}")
+    is_frozen = len(graphs) > 0 and not graphs[len(chunks) - 1].requires_grad
+    pull_back = functools.partial(_pull_back, embed, chunks, states, graphs, statistics)
+    return embeddings.requires_grad_(not is_frozen), pull_back
+
+
+def _pull_back(
+    embed: Embed,
+    chunks: Sequence[Tensor],
+    states: Sequence[RandomState],
+    graphs: dict[int, Tensor],
+    statistics: "RunningStatistics",
+    gradient: Tensor,
+    last_backward: Context,
+) -> None:
+    """Back-propagate the gradient of the embeddings through the chunks: through the last one first.
+
+    Args:
+        embed: maps inputs to embeddings.
+        chunks: the inputs of each chunk.
+        states: the random state of each chunk that is embedded again.
+        graphs: the embeddings of each chunk that has kept its graph, which are removed.
+        statistics: the running statistics of `embed`, which have been updated.
+        gradient: the gradient of all embeddings.
+        last_backward: returns the context of the last backward pass.
+    """
+    gradients = gradient.split([len(chunk) for chunk in chunks])
+    *others, last = range(len(chunks))
+    order = [last, *others]
+    with statistics.unchanged():  # includes the backward passes, which run checkpointed layers again
+        for number in order:
+            context = nullcontext if number != order[-1] else last_backward
+            if number in graphs:
+                _backward(graphs.pop(number), gradients[number], context)
+                continue
+            with states[number].replayed():
+                _backward(_embed_chunk(embed, chunks[number]), gradients[number], context)
+
+
+def _embed_chunk(embed: Embed, chunk: Tensor) -> Tensor:
+    """The embeddings of a chunk. Inputs at another position in their memory would be compiled again."""
+    if chunk.storage_offset() > 0 and is_compiled(embed):
+        chunk = chunk.clone()
+    return embed(chunk)
+
+
+def _backward(embeddings: Tensor, gradient: Tensor, context: Context) -> None:
+    with context():
+        if embeddings.requires_grad:
+            embeddings.backward(gradient.to(embeddings.dtype))
 
 
 @contextmanager
@@ -120,274 +300,3 @@ class RunningStatistics:
             self.changes[layer, name] = before + fraction * change
         else:  # the number of batches grows by 1, unless every chunk skipped the layer
             self.changes[layer, name] = before.maximum(change)
-
-
-def chunked_backward(
-    embed: Callable[[Tensor], Tensor],
-    inputs: Tensor,
-    loss: Callable[[Tensor], Tensor],
-    chunk_size: int | None = None,
-    *,
-    keep_graphs: int = 1,
-    least_chunks: int = 1,
-    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
-    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Tensor:
-    """Add to `.grad` what `loss(embed(inputs)).backward()` would add, with the graphs of only a few chunks in memory.
-
-    Args:
-        embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
-            input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once
-            per batch: with the means and variances of the chunks, averaged over the chunks and weighted by their
-            numbers of rows. The variance between the means of the chunks is ignored.
-        inputs: the whole batch, rows first.
-        loss: maps the embeddings of the whole batch (B, D) to a scalar. The loss may have parameters.
-        chunk_size: number of rows embedded at a time, >= 1; None embeds all rows at once.
-        keep_graphs: number of chunks whose graphs are kept, >= 0; each of these chunks is embedded only once. The
-            number does not affect the gradients.
-        least_chunks: minimum number of chunks to embed, >= 1, for networks that wait for other processes in each pass.
-            For each missing chunk, the first chunk is embedded again, with a gradient of 0.
-        backward: back-propagates the scalar; in half precision, a function that first scales it.
-        last_backward: returns a context for the backward pass of the last chunk, which completes the gradients of
-            `embed`'s parameters.
-
-    Returns:
-        The value of the loss, without a graph.
-
-    Raises:
-        ValueError: if `inputs` is empty or part of a graph, `chunk_size` or `least_chunks` < 1, `keep_graphs` < 0, the
-            embeddings do not have one row for each input, or the loss is not a scalar.
-        TypeError: if `inputs` is not a tensor, `chunk_size`, `keep_graphs` or `least_chunks` is not an integer, or a
-            function is not callable.
-
-    Example:
-        >>> import torch
-        >>> from lightning_retrieval.training.chunked import chunked_backward
-        >>> embed = torch.nn.Linear(3, 2)
-        >>> x = torch.randn(5, 3)
-        >>> spread = lambda y: y.var()
-        >>> value = chunked_backward(embed, x, spread, chunk_size=2)
-        >>> chunked = embed.weight.grad.clone()
-        >>> embed.zero_grad()
-        >>> spread(embed(x)).backward()
-        >>> torch.allclose(embed.weight.grad, chunked)
-        True
-
-    Cost:
-        All chunks but the last `keep_graphs` are embedded twice. Memory holds the graphs of `keep_graphs` chunks, the
-        embeddings and the loss.
-    """
-    check_callable("loss", loss, owner=_OWNER)
-    check_callable("backward", backward, owner=_OWNER)
-    check_callable("last_backward", last_backward, owner=_OWNER)
-    chunks = EmbeddedChunks(embed, inputs, chunk_size, keep_graphs=keep_graphs, least_chunks=least_chunks)
-    if chunks.graph is None:
-        value = back_propagate(loss(chunks.embeddings), [chunks.embeddings], backward)
-        chunks.back_propagate(last_backward)
-        return value
-    value = loss(chunks.graph)
-    with last_backward():
-        return back_propagate(value, [chunks.graph], backward)
-
-
-def back_propagate(value: Any, embeddings: Sequence[Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
-    """Back-propagate a loss to embeddings, and return its value without a graph.
-
-    Args:
-        value: the value of the loss.
-        embeddings: the embeddings of each side.
-        backward: as for `chunked_backward`.
-
-    Raises:
-        ValueError: if the value is not a scalar.
-        TypeError: if the value is not a tensor.
-    """
-    check_tensor("loss's value", value, owner=_OWNER)
-    if value.ndim:
-        raise InvalidValue("must return a scalar", _OWNER, "loss", got=f"shape {tuple(value.shape)}")
-    if not value.requires_grad:  # for example a constant 0 for a batch without pairs; the gradient is 0
-        for of_side in embeddings:
-            value = value + 0 * of_side.sum()
-    if value.requires_grad:
-        backward(value)
-    result: Tensor = value.detach()
-    return result
-
-
-class EmbeddedChunks:
-    """A batch that is embedded one chunk at a time; the first and the last stage of `chunked_backward`.
-
-    Args:
-        embed: as for `chunked_backward`, like the other arguments.
-        inputs: the whole batch, rows first.
-        chunk_size: number of rows embedded at a time.
-        keep_graphs: number of chunks whose graphs are kept.
-        least_chunks: minimum number of chunks to embed.
-        trained: False embeds all chunks without a graph, for embeddings that get no gradient.
-
-    Attributes:
-        embeddings: the embeddings of the batch, without a graph. A loss leaves its gradient in their `.grad`.
-        graph: the embeddings with their graph, if the batch is a single chunk that keeps its graph; otherwise None.
-    """
-
-    def __init__(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        inputs: Tensor,
-        chunk_size: int | None = None,
-        *,
-        keep_graphs: int = 1,
-        least_chunks: int = 1,
-        trained: bool = True,
-    ) -> None:
-        check_callable("embed", embed, owner=_OWNER)
-        with owned_by(_OWNER):
-            check_inputs(inputs)
-        check_integer("keep_graphs", keep_graphs, least=0, owner=_OWNER)
-        self._embed, self._chunks = embed, _chunks_of(inputs, chunk_size, least_chunks)
-        self._is_compiled = is_compiled(embed)
-        first_kept = max(len(self._chunks) - keep_graphs, 0)
-        if not trained:
-            first_kept = len(self._chunks)
-        is_plain_step = trained and len(self._chunks) == 1 and first_kept == 0
-        self._statistics = RunningStatistics(embed, len(inputs), watched=not is_plain_step)
-
-        parts = self._embed_without_graph(self._chunks[:first_kept])
-        self._kept = self._embed_with_graph(self._chunks[first_kept:])
-        self._statistics.update()
-        self.embeddings = _joined([*parts, *self._kept], self._chunks, len(inputs)).requires_grad_(trained)
-        self.graph: Tensor | None = None
-        if is_plain_step and self._kept[0].requires_grad:
-            self.graph = self._kept[0]
-
-    def _embed_without_graph(self, chunks: Sequence["_Chunk"]) -> list[Tensor]:
-        """The embeddings of each chunk; remembers the random state at its start."""
-        parts = []
-        self._states: list[RandomState] = []
-        for chunk in chunks:
-            self._states.append(RandomState())
-            with torch.no_grad(), self._statistics.collected(chunk.rows):
-                parts.append(kept_rows(self._embedded(chunk)))
-        if chunks:
-            # Without this call, autocast would reuse weights that were cast without a graph, and they would get no
-            # gradient.
-            torch.clear_autocast_cache()
-        return parts
-
-    def _embed_with_graph(self, chunks: Sequence["_Chunk"]) -> list[Tensor]:
-        kept = []
-        for chunk in chunks:
-            with self._statistics.collected(chunk.rows):
-                kept.append(self._embedded(chunk))
-        return kept
-
-    def _embedded(self, chunk: "_Chunk") -> Tensor:
-        """The embeddings of a chunk. Inputs at another position in their memory would be compiled again.
-
-        Raises:
-            ValueError: if the chunk has a single row, which BatchNorm in training mode does not take.
-            TypeError: if `embed` does not return a tensor.
-        """
-        inputs = chunk.inputs
-        if self._is_compiled and inputs.storage_offset() > 0:
-            inputs = inputs.clone()
-        try:
-            embeddings = self._embed(inputs)
-        except ValueError as error:
-            if _TOO_FEW_ROWS not in str(error):
-                raise
-            rule, cure = "must take a batch of one row", "enlarge the batch, or use fewer processes"
-            if len(self._chunks) > 1:
-                rule, cure = "must take a chunk of one row", "take a `chunk_size` that leaves no such chunk"
-            raise InvalidValue(rule, _OWNER, "embed", got=f"the error {first_line(error)}", cure=cure) from error
-        check_tensor("embed's result", embeddings, owner=_OWNER)
-        return embeddings
-
-    def back_propagate(self, last_backward: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Back-propagate the gradient of the embeddings, if there is one, through the chunks.
-
-        The last chunk comes first, and the others follow in order. Graphs are removed when their turn comes.
-
-        Args:
-            last_backward: as for `chunked_backward`.
-        """
-        gradient = self.embeddings.grad
-        if gradient is None:
-            return
-        gradients = _rows_of_chunks(self._chunks, gradient)
-        last = len(self._chunks) - 1
-        contexts = iter([nullcontext] * last + [last_backward])
-        with self._statistics.unchanged():  # includes the backward passes, which run checkpointed layers again
-            if self._kept:
-                is_part_of_graph = _backward(self._kept.pop(), gradients[last], next(contexts))
-            else:
-                is_part_of_graph = self._embed_and_back_propagate(last, gradients[last], next(contexts))
-            if not is_part_of_graph:  # the network is frozen
-                return
-            for number in range(min(len(self._states), last)):
-                self._embed_and_back_propagate(number, gradients[number], next(contexts))
-            for rows in gradients[len(self._states) : last]:
-                _backward(self._kept.pop(0), rows, next(contexts))
-
-    def _embed_and_back_propagate(
-        self, number: int, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]
-    ) -> bool:
-        """Embed a chunk again, with a graph and the same random numbers, and back-propagate it; see `_backward`."""
-        with self._states[number].replayed():
-            return _backward(self._embedded(self._chunks[number]), gradient, context)
-
-
-class _Chunk(NamedTuple):
-    """Inputs that are embedded together; only the first `rows` of them count."""
-
-    inputs: Tensor
-    rows: int
-
-
-def _chunks_of(inputs: Tensor, chunk_size: int | None, least_chunks: int) -> list[_Chunk]:
-    """The chunks of a batch. Missing chunks come first, and repeat the first chunk."""
-    check_integer("least_chunks", least_chunks, least=1, owner=_OWNER)
-    if chunk_size is None:
-        chunk_size = len(inputs)
-    rows = inputs.split(check_integer("chunk_size", chunk_size, least=1, owner=_OWNER))
-    repeated = least_chunks - len(rows)
-    return [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
-
-
-def _rows_of_chunks(chunks: Sequence[_Chunk], gradient: Tensor) -> list[Tensor]:
-    """Each chunk's rows of the gradient, which are 0 for a chunk that does not count."""
-    rows = list(gradient.split([chunk.rows for chunk in chunks]))
-    for number, chunk in enumerate(chunks):
-        if chunk.rows == 0:
-            rows[number] = gradient.new_zeros(len(chunk.inputs), gradient.shape[1])
-    return rows
-
-
-def check_inputs(inputs: Tensor) -> None:
-    """Raise unless `inputs` holds at least one row and is not part of a graph."""
-    check_tensor("inputs", inputs)
-    if inputs.grad_fn is not None:
-        rule = "must not be part of a graph, because each chunk would back-propagate through it again"
-        raise InvalidValue(rule, argument="inputs", cure="detach them, or make that graph part of `embed`")
-    if inputs.ndim == 0 or len(inputs) == 0:
-        raise InvalidValue("must hold at least one row", argument="inputs", got=f"shape {tuple(inputs.shape)}")
-
-
-def _backward(embeddings: Tensor, gradient: Tensor, context: Callable[[], AbstractContextManager[None]]) -> bool:
-    """Back-propagate a chunk; returns False if nothing of the chunk requires a gradient."""
-    if not embeddings.requires_grad:
-        return False
-    with context():
-        embeddings.backward(gradient.to(embeddings.dtype))
-    return True
-
-
-def _joined(parts: list[Tensor], chunks: Sequence[_Chunk], rows: int) -> Tensor:
-    """The embeddings of the whole batch, without a graph and without the chunks that do not count."""
-    embeddings, *others = [part.detach() for part, chunk in zip(parts, chunks) if chunk.rows > 0]
-    if others:
-        embeddings = torch.cat([embeddings, *others])
-    if embeddings.ndim != 2 or len(embeddings) != rows:
-        rule = f"must return one row for each of the {rows} inputs"
-        raise InvalidValue(rule, _OWNER, "embed", got=f"shape {tuple(embeddings.shape)}")
-    return embeddings

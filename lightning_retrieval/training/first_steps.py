@@ -44,17 +44,17 @@ from lightning_retrieval.backend import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_retrieval.checks import first_of
+from lightning_retrieval.checks import first_of, is_integer
 from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.batch_loss import ranked_batch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.ranking.labels import finest
-from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
+from lightning_retrieval.training.batch import GlobalRows
+from lightning_retrieval.training.full_sharding import sharded_modules
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 from lightning_retrieval.training.sides import Unpacked, chunk_size_of
-from lightning_retrieval.training.step import GlobalRows, are_integers
 
 Row = tuple[Any, str, str]  # whether something is wrong, what it is, and the cure
 LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
@@ -185,9 +185,6 @@ def check_start(module: Any, steps: float) -> None:
         raise InvalidValue(rule, got="a run without a known number of steps", cure="set max_steps")
     if world_size() == 1:
         return
-    is_sharded = has_sharded_parameters(module)
-    if is_sharded:
-        check_placements(list(module.parameters()))
     chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     rows: list[Row] = [
@@ -197,7 +194,7 @@ def check_start(module: Any, steps: float) -> None:
             "keep gather=True",
         ),
         (
-            is_sharded and "auto" in chunk_sizes,
+            sharded_modules(module) and "auto" in chunk_sizes,
             "chunk_size='auto' is found by each process, but with ModelParallelStrategy they embed each chunk together",
             "give a number, such as chunk_size=32",
         ),
@@ -253,7 +250,7 @@ def _warn_of_equal_rates(module: Any) -> None:
             f"{type(module).__name__}: the learning rates of the parameter groups must differ by the factors of "
             f"`updates` and `sides`, but `configure_optimizers` gives all of them {rates.pop():.3g}, perhaps by a "
             "scheduler that sets the rates itself, such as OneCycleLR; give the scheduler a list with a rate for each "
-            "group, or give it to the module as `lr_scheduler`, which multiplies its rates."
+            "group, or leave the factors out."
         )
 
 
@@ -293,7 +290,7 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
         ValueError: if processes have the same rows or parts of different batches, or if labels or ids contradict the
             sampler of a `RetrievalDataLoader`. Other loaders cause a warning.
     """
-    if not all(map(are_integers, rows)):
+    if not all(map(_are_integers, rows)):
         return  # the loss raises
     loader = module.trainer.train_dataloader
     if world_size() > 1:
@@ -311,6 +308,12 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
             _warn_of_ids(module, finest(labels), ids)
         if name != "queries" or module.sides.directions == "both":
             _warn_of_one_label(module, finest(labels))
+
+
+def _are_integers(rows: GlobalRows) -> bool:
+    if not is_integer(rows.labels) or rows.labels.ndim not in (1, 2):
+        return False
+    return rows.ids is None or (is_integer(rows.ids) and rows.ids.shape == rows.labels.shape[:1])
 
 
 def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: Sequence[Any]) -> None:

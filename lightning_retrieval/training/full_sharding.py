@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import gather_objects, rank, sum_over_ranks, world_size
+from lightning_retrieval.distributed import rank, sum_over_ranks
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.plain_data import unsharded_class
 
@@ -178,10 +178,7 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
     Returns:
         The names of tensors that are on the meta device in the first process, too. Their values are NaN or undefined.
 
-    Raises:
-        ValueError: on all processes, if their tensors differ in names or shapes.
     """
-    _check_same_tensors(module)
     module.to(memory_format=torch.contiguous_format)  # FSDP2 shards no others
     names = list(_named_tensors(module))
     on_meta, full = [], {}
@@ -201,23 +198,6 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
             if name not in unfilled:
                 _fill(tensor, full.pop(name, None), device)
     return unfilled
-
-
-def _check_same_tensors(module: nn.Module) -> None:
-    """Raise unless the tensors of a module have the same names and shapes in all processes."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(module).items()}
-    first, *others = gather_objects(shapes)
-    for process, other in enumerate(others, 1):
-        differing = [name for name, _ in first.items() ^ other.items()]
-        if differing:
-            name = min(differing)
-            raise InvalidValue(
-                "all processes must build the same network",
-                type(module).__name__,
-                got=f"`{name}` of shape {first.get(name)} in process 0 and {other.get(name)} in process {process}",
-                cure="on the meta device, build it in the context `torch.device('meta')`, since layers that are "
-                "moved there share no parameter",
-            )
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -319,39 +299,6 @@ class ShardedParts:
         finally:
             for part in self.parts:
                 part.set_requires_gradient_sync(False, recurse=False)
-
-    def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The least number of chunks that every process must embed.
-
-        If the network is sharded, the processes gather parameters together, so the result is the largest number of
-        chunks of all processes. Otherwise, the result is 1.
-
-        Args:
-            chunks: number of chunks that this process needs.
-            device: device of this process.
-        """
-        if not self.parts or world_size() == 1:
-            return 1
-        most = torch.tensor(chunks, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-
-def check_placements(parameters: Sequence[Any]) -> None:
-    """Raise unless each parameter that is sharded is held by all processes: once, or once by each group of them.
-
-    Args:
-        parameters: the parameters of the network.
-
-    Raises:
-        ValueError: if a parameter has another placement. The message names the placement.
-    """
-    for parameter in filter(is_sharded, parameters):
-        processes = copies_of(parameter) * parameter.device_mesh.shape[-1]
-        if not parameter.placements[-1].is_shard() or processes != world_size():
-            rule = f"a parameter must be sharded over all {world_size()} processes, or not at all"
-            got = f"the placement {parameter.placements} on {parameter.device_mesh}"
-            raise InvalidValue(rule, got=got, cure="call fully_shard with the mesh of shard_network")
 
 
 def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: str) -> None:

@@ -12,7 +12,7 @@ may have parameters. Their gradients are computed in the backward pass of the lo
 network, so they are summed at the end of the step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.distributed import to_device, to_host, world_size
+from lightning_retrieval.distributed import sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
@@ -40,38 +40,33 @@ class GradientSum:
             the processes, are ignored.
         of_loss: parameters of the loss. Their gradients are summed by `finish`.
         sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
-        bucket_bytes: size from which a bucket is full. `finish` sums the gradients of the parameters in no full bucket,
-            among them all parameters of the loss. Of these gradients, the ones with the dtype of the step's values are
-            summed in one collective with the values.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         of_loss: Iterable[nn.Parameter] = (),
-        *,
         sharded: ShardedParts | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        self._sharded = sharded
         self._full: list[_Bucket] = []
         self._rest: dict[torch.dtype, _Bucket] = {}
         self._started = 0  # number of full buckets whose sum has been started
-        self._sharded = sharded
         if world_size() > 1:
-            self._divide(list(parameters), set(of_loss), bucket_bytes)
+            self._divide(list(parameters), set(of_loss))
 
-    def _divide(self, parameters: list[nn.Parameter], of_loss: set[nn.Parameter], bucket_bytes: int) -> None:
+    def _divide(self, parameters: list[nn.Parameter], of_loss: set[nn.Parameter]) -> None:
         """Put the parameters into buckets of one dtype each."""
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
-        late = [parameter for parameter in trained if parameter in of_loss]
-        early = [parameter for parameter in trained if parameter not in of_loss]
-        for parameter in reversed(early):
-            bucket = self._rest.setdefault(parameter.dtype, _Bucket())
-            bucket.add(parameter)
-            if bucket.bytes >= bucket_bytes:
-                self._full.append(self._rest.pop(parameter.dtype))
-        for parameter in late:
-            self._rest.setdefault(parameter.dtype, _Bucket()).add(parameter)
+        for parameter in reversed(trained):
+            if parameter not in of_loss:
+                bucket = self._rest.setdefault(parameter.dtype, _Bucket())
+                bucket.add(parameter)
+                if bucket.bytes >= BUCKET_BYTES:
+                    self._full.append(self._rest.pop(parameter.dtype))
+        for parameter in trained:
+            if parameter in of_loss:
+                self._rest.setdefault(parameter.dtype, _Bucket()).add(parameter)
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -81,7 +76,6 @@ class GradientSum:
             sharded = self._sharded.summed()
         handles = []
         for bucket in self._full:
-            bucket.incomplete = set(bucket.parameters)
             for parameter in bucket.parameters:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._marks_complete(bucket)))
         try:
@@ -92,7 +86,7 @@ class GradientSum:
                 handle.remove()
 
     def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
-        """Return the gradient hook for the parameters of a bucket. All processes start buckets in the same order."""
+        """The gradient hook for the parameters of a bucket. All processes start buckets in the same order."""
 
         def mark_complete(parameter: Tensor) -> None:
             if bucket.is_started:
@@ -119,28 +113,19 @@ class GradientSum:
         parameter's `.grad` is None afterwards.
 
         Args:
-            values: values of this process. The gradients of the same dtype that are in no full bucket are summed in the
-                same collective.
+            values: values of this process.
         """
         if world_size() == 1:
             return to_host(values)
-        while self._started < len(self._full):
-            self._start_next()
-        last = self._rest.pop(values.dtype, _Bucket())
-        buckets = [*self._full, *self._rest.values(), last]
-        for bucket in self._rest.values():
+        buckets = [*self._full, *self._rest.values()]
+        has_gradient = [parameter.grad is not None for bucket in buckets for parameter in bucket.parameters]
+        for bucket in buckets[self._started :]:
             bucket.start()
-        has_gradient = []
-        for bucket in buckets:
-            has_gradient += [parameter.grad is not None for parameter in bucket.parameters]
-        flags = to_device(has_gradient, values.device)
-        last.start(torch.cat([flags.to(values.dtype), values]))
-        for bucket in buckets:
-            bucket.wait()
-        sums = to_host(last.sums_of_values)
+        flags = to_device(has_gradient, values.device).to(values.dtype)
+        sums = to_host(sum_over_ranks(torch.cat([flags, values])))
         ranks_with_gradient = iter(sums[: len(flags)].tolist())
         for bucket in buckets:
-            bucket.set_gradients([next(ranks_with_gradient) > 0 for _ in bucket.parameters])
+            bucket.finish([next(ranks_with_gradient) > 0 for _ in bucket.parameters])
         return sums[len(flags) :]
 
 
@@ -151,50 +136,42 @@ class _Bucket:
         self.parameters: list[nn.Parameter] = []
         self.bytes = 0
         self.incomplete: set[Tensor] = set()  # parameters whose gradient the last backward pass has not completed yet
-        self.gradients: list[Tensor] = []  # views of the tensor that is summed
-        self.sums_of_values = torch.zeros(0)
-        self._work: Any = None
         self._flat: Tensor | None = None  # kept, or the collective's thread may delete it while Python exits
+        self._gradients: list[Tensor] = []  # views of the tensor that is summed, of the shapes of the parameters
+        self._work: Any = None
 
     def add(self, parameter: nn.Parameter) -> None:
         """Add a parameter."""
         self.parameters.append(parameter)
-        self.bytes += parameter.numel() * parameter.element_size()
+        self.incomplete.add(parameter)
+        self.bytes += parameter.nbytes
 
     @property
     def is_started(self) -> bool:
         """Whether the gradients are being summed."""
         return self._work is not None
 
-    def start(self, values: Tensor | None = None) -> None:
-        """Move the gradients, and further values of their dtype, into one tensor and start its all-reduce."""
-        if values is None:
-            values = self.parameters[0].detach().new_empty(0)
-        parts, sizes = [], []
+    def start(self) -> None:
+        """Move the gradients into one tensor, and start its all-reduce."""
+        parts = []
         for parameter in self.parameters:
-            part = parameter.grad
-            if part is None:
-                part = torch.zeros_like(parameter)
-            parts.append(part.detach().permute(_memory_order(parameter)).flatten())
-            sizes.append(parameter.numel())
-        flat = torch.cat([*parts, values])
-        *self.gradients, self.sums_of_values = flat.split([*sizes, len(values)])
-        for parameter, gradient in zip(self.parameters, self.gradients):
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            parts.append(gradient.detach().permute(_memory_order(parameter)).flatten())
+        self._flat = torch.cat(parts)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._gradients = list(map(_like, self.parameters, self._flat.split(sizes)))
+        for parameter, gradient in zip(self.parameters, self._gradients):
             if parameter.grad is not None:
-                parameter.grad = _like(parameter, gradient)  # frees the memory of the original gradient
-        self._flat = flat
-        self._work = dist.all_reduce(flat, async_op=True)
+                parameter.grad = gradient  # frees the memory of the original gradient
+        self._work = dist.all_reduce(self._flat, async_op=True)
 
-    def wait(self) -> None:
-        """Wait for the sums."""
+    def finish(self, exist: Iterable[bool]) -> None:
+        """Wait for the sums, and set the gradient of each parameter for which some process has one."""
         self._work.wait()
-
-    def set_gradients(self, exist: Sequence[bool]) -> None:
-        """Set the gradient of each parameter to the sum, if any process has a gradient for it."""
-        for parameter, gradient, exists in zip(self.parameters, self.gradients, exist):
-            parameter.grad = None
-            if exists:
-                parameter.grad = _like(parameter, gradient)
+        for parameter, gradient, exists in zip(self.parameters, self._gradients, exist, strict=True):
+            parameter.grad = gradient if exists else None
 
 
 def _memory_order(parameter: nn.Parameter) -> list[int]:

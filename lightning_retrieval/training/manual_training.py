@@ -11,18 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.backend import (
     DDPStrategy,
     ModelParallelStrategy,
     TrainerFn,
     pl,
-    rank_zero_info,
-    rank_zero_warn,
     to_uncompiled,
 )
-from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
+from lightning_retrieval.checks import check_choice, check_integer, short_repr
 from lightning_retrieval.compiled import compile_calls
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.invalid import InvalidValue, owned
@@ -31,15 +29,14 @@ from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.first_steps import check_filled, check_start, check_trainer, keeps_parameters
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
-from lightning_retrieval.training.loader_wait import LoaderWait
+from lightning_retrieval.training.missed_validation import MissedValidation
 from lightning_retrieval.training.optimizers import (
-    GradientWatch,
     Updates,
     check_optimized,
     make_optimizer,
-    match_memory_orders,
+    match_states,
 )
-from lightning_retrieval.training.restored_states import check_links, check_optimizer_states
+from lightning_retrieval.training.restored_states import check_links
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
 
@@ -50,16 +47,14 @@ class OptimizedModule(CheckpointedModule):
     """A module with one optimizer over its trainable parameters and an optional learning-rate scheduler.
 
     At the first step of each epoch, the module raises if a parameter requires a gradient but is in no optimizer. Each
-    epoch is checked because callbacks may unfreeze layers between epochs. In the first steps of a run, the module
-    warns of parameters without a gradient.
+    epoch is checked because callbacks may unfreeze layers between epochs.
     """
 
     _epoch_of_check: int | None = None  # epoch in which the optimizers were last checked
-    _gradient_watch: GradientWatch  # looks for parameters without a gradient in this run
 
     def _set_optimizer(
         self,
-        optimizer: Callable[[Iterable[Any]], Optimizer],
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None,
         *,
         interval: Literal["epoch", "step"],
@@ -69,20 +64,22 @@ class OptimizedModule(CheckpointedModule):
         """Check these arguments of the constructor and store them as attributes.
 
         Args:
-            optimizer: called with the parameter groups.
+            optimizer: called with the parameter groups; None for the default optimizer.
             lr_scheduler: called with the optimizer, or None.
             interval: the argument `lr_scheduler_interval`.
             frequency: the argument `lr_scheduler_frequency`.
             monitor: the argument `lr_scheduler_monitor`.
         """
-        self.optimizer = rebuild_factory("optimizer", optimizer, (Optimizer,))
+        self.optimizer = optimizer
+        if optimizer is not None:
+            self.optimizer = rebuild_factory("optimizer", optimizer, (Optimizer,))
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
             self.lr_scheduler = rebuild_factory("lr_scheduler", lr_scheduler, schedulers)
         self.lr_scheduler_interval = check_choice("lr_scheduler_interval", interval, ("epoch", "step"))
         self.lr_scheduler_frequency = check_integer("lr_scheduler_frequency", frequency, least=1)
-        self.lr_scheduler_monitor = check_string("lr_scheduler_monitor", monitor)
+        self.lr_scheduler_monitor = monitor
 
     @owned
     def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
@@ -92,9 +89,8 @@ class OptimizedModule(CheckpointedModule):
             scheduler_settings: further entries of Lightning's dict of the scheduler.
             rates: arguments of `make_optimizer` that give parts of the network another learning rate.
         """
-        # Lightning does not unscale the gradients of a fused optimizer, so that clipping would see scaled ones.
         has_scaler = self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        optimizer, factors = make_optimizer(self, self.optimizer, may_fuse=not has_scaler, **rates)
+        optimizer, factors = make_optimizer(self, self.optimizer, has_scaler=has_scaler, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {
@@ -108,24 +104,20 @@ class OptimizedModule(CheckpointedModule):
     def configure_callbacks(self) -> Any:
         """Reset the state of an earlier run."""
         self._epoch_of_check = None
-        self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
+
+    @owned
+    def on_train_start(self) -> None:
+        """Adapt the loaded states of the optimizers."""
+        if keeps_parameters(self.trainer.strategy):
+            for optimizer in self.trainer.optimizers:
+                match_states(optimizer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check, once per epoch and after all callbacks' hooks, that each trainable parameter is in an optimizer."""
         if self._epoch_of_check != self.current_epoch and keeps_parameters(self.trainer.strategy):
             check_optimized(self, self.trainer.optimizers)
             self._epoch_of_check = self.current_epoch
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Prepare a fused step, and look for parameters without a gradient in the first steps of a run."""
-        match_memory_orders(optimizer)
-        if optimizer is self.trainer.optimizers[0]:
-            self._gradient_watch.see(self)
-
-    def on_train_end(self) -> None:
-        """Warn of parameters without a gradient if the run had only a few steps."""
-        self._gradient_watch.report(self)
 
 
 class Throughput:
@@ -239,8 +231,6 @@ class ManualTraining(OptimizedModule):
         self.automatic_optimization = False
         self._is_first_step = True  # whether the next step is the first step of the run
         self._throughput = Throughput()
-        self._loader_wait = LoaderWait()
-        self._first_epoch = 0  # of the run
         self._logged_terms: set[str] = set()  # names of the values that the last step has logged
         self._monitors: dict[int, str] = {}  # the metrics that `configure_optimizers` names, by id of the scheduler
 
@@ -289,19 +279,19 @@ class ManualTraining(OptimizedModule):
         """Step each `ReduceLROnPlateau` that is due with its metric; raise if the metric was not logged."""
         trainer = self.trainer
         for config in trainer.lr_scheduler_configs:
-            if not isinstance(config.scheduler, ReduceLROnPlateau):
-                continue
-            name, monitor = "lr_scheduler_monitor", self.lr_scheduler_monitor
-            if id(config.scheduler) in self._monitors:
-                name, monitor = "monitor", self._monitors[id(config.scheduler)]
             epoch_is_due = trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
-            if not epoch_is_due and config.interval != "step":
+            is_due = epoch_is_due or config.interval == "step"
+            if not is_due or not isinstance(config.scheduler, ReduceLROnPlateau):
                 continue
+            monitor = self._monitors.get(id(config.scheduler), self.lr_scheduler_monitor)
             value = trainer.callback_metrics.get(monitor)
             if value is None:
-                rule = f"ReduceLROnPlateau needs `{name}`"
-                cure = f"logged are {sorted(trainer.callback_metrics)}"
-                raise InvalidValue(rule, type(self).__name__, got=f"{monitor!r}, which was not logged", cure=cure)
+                raise InvalidValue(
+                    f"ReduceLROnPlateau needs the metric {monitor!r}, which `lr_scheduler_monitor` or the `monitor` of "
+                    "configure_optimizers names",
+                    type(self).__name__,
+                    got=f"none of this name; logged are {sorted(trainer.callback_metrics)}",
+                )
             self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
@@ -352,6 +342,7 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         strategy = self.trainer.strategy
         check_trainer(self)
+        MissedValidation.install(self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
             release_ddp(strategy, self)
@@ -366,15 +357,11 @@ class ManualTraining(OptimizedModule):
 
     @owned
     def on_train_start(self) -> None:
-        """Check the run with `check_start`; raise if a scheduler cannot be used, or a plateau gets no validation."""
+        """Check the run with `check_start`; raise if a plateau gets no validation."""
         super().on_train_start()
-        self._first_epoch = self.current_epoch
         check_start(self, steps_of_run(self.trainer))
         trainer: Any = self.trainer
-        check_optimizer_states(trainer.optimizers)
         check_links(trainer.callbacks)
-        for config in trainer.lr_scheduler_configs:
-            check_scheduler_length(trainer, config)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return
         interval = getattr(trainer, "val_check_interval", "a time")
@@ -388,32 +375,17 @@ class ManualTraining(OptimizedModule):
                 )
 
     def on_train_epoch_start(self) -> None:
-        """Exclude the time between epochs from the throughput and from the time of waiting for images."""
+        """Exclude the time between epochs from the throughput."""
         self._throughput.restart()
-        self._loader_wait.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the optimizers, and copy the buffers of rank 0 to all ranks."""
-        self._loader_wait.begin(self.device)
         super().on_train_batch_start(batch, batch_idx)
         copy_buffers_of_first_process(self.trainer)
         _count_begun_epoch(self.trainer)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the part of the epoch's time in which the network waited for images: once, and when loggers write.
-
-        Then begin to measure for how long it waits for the next images.
-        """
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        wait, connector = self._loader_wait, self.trainer._logger_connector
-        if wait.fraction is not None and (not wait.is_logged or connector.should_update_logs):
-            wait.is_logged = True
-            self.log("train/loader_wait", torch.tensor(wait.fraction))
-        wait.end(self.device)
-
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients: in this hook, half-precision gradients have been unscaled but not yet used."""
-        super().on_before_optimizer_step(optimizer)
         limit, algorithm = self.updates.gradient_clip_val, self.updates.gradient_clip_algorithm
         if limit is None:
             return
@@ -428,7 +400,6 @@ class ManualTraining(OptimizedModule):
         check_filled(self)
         copy_buffers_of_first_process(self.trainer)
         self._throughput.restart()
-        self._loader_wait.pause()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             log_settings(self.trainer, {})
 
@@ -444,14 +415,7 @@ class ManualTraining(OptimizedModule):
             self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
-        """Say after the first epoch of a run how long it waited for images; step `ReduceLROnPlateau` schedulers.
-
-        They are stepped here in a run without validation only.
-        """
-        if self.current_epoch == self._first_epoch:
-            line = self._loader_wait.line(self.trainer.train_dataloader)
-            if line is not None:
-                rank_zero_info(f"{type(self).__name__}: {line}")
+        """Step the `ReduceLROnPlateau` schedulers of a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 
@@ -532,49 +496,6 @@ def fraction_of_run(trainer: Any) -> float:
     if steps <= 0:
         return 0.0
     return float(min(trainer.global_step / steps, 1.0))
-
-
-def check_scheduler_length(trainer: Any, config: Any) -> None:
-    """Compare the length of a learning-rate scheduler with what is left of a run, which may have been resumed.
-
-    Args:
-        trainer: a `pytorch_lightning.Trainer` in a run.
-        config: the scheduler with its interval and frequency, as in `trainer.lr_scheduler_configs`.
-
-    Raises:
-        ValueError: if the scheduler is a `OneCycleLR` that would raise in the middle of the run. A `CosineAnnealingLR`
-            of a resumed run whose rate would rise again causes a warning.
-    """
-    scheduler, left = config.scheduler, _scheduler_steps_left(trainer, config)
-    if left is None:
-        return
-    name, last = type(scheduler).__name__, scheduler.last_epoch + left
-    if isinstance(scheduler, OneCycleLR) and last > scheduler.total_steps:
-        raise InvalidValue(
-            "must last until the run ends",
-            argument="lr_scheduler",
-            got=f"{name} with total_steps={scheduler.total_steps} for {last} steps",
-            cure="a resumed run has the total_steps of its checkpoint, so end it there, or begin a new run with "
-            "the weights of the checkpoint",
-        )
-    is_resumed = trainer.global_step > 0
-    if isinstance(scheduler, CosineAnnealingLR) and is_resumed and last > scheduler.T_max:
-        rank_zero_warn(
-            f"{type(trainer.lightning_module).__name__}: the learning rate rises again, because this run goes on to "
-            f"step {last} of {name}, which has T_max={scheduler.T_max} in the checkpoint; end the run there, or begin "
-            "a new run with the weights of the checkpoint."
-        )
-
-
-def _scheduler_steps_left(trainer: Any, config: Any) -> int | None:
-    """How often a scheduler is stepped until a run ends; None if this is unknown."""
-    left: float = (steps_of_run(trainer) - trainer.global_step) / max(len(trainer.optimizers), 1)
-    if config.interval == "epoch":
-        left /= trainer.num_training_batches
-    is_known = math.isfinite(left) and config.frequency == 1 and hasattr(config.scheduler, "last_epoch")
-    if not is_known or isinstance(config.scheduler, ReduceLROnPlateau):
-        return None
-    return math.floor(left)
 
 
 def _count_begun_epoch(trainer: Any) -> None:

@@ -11,7 +11,6 @@ batch's queries against the memory, which also holds the batch. In the second lo
 """
 
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,17 +19,13 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
     as_int64,
-    check_auto,
-    check_bool,
     check_choice,
     check_finite,
     check_finite_number,
-    check_instance,
     check_integer,
     check_integers,
     check_matrix,
     has_finite_sum,
-    short_repr,
 )
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue
@@ -113,7 +108,9 @@ class CrossBatchMemory(nn.Module):
     ) -> None:
         super().__init__()
         self.size = check_integer("size", size, least=1, owner="CrossBatchMemory")
-        self.start_step: int | Literal["auto"] = check_auto("start_step", start_step, least=0, owner="CrossBatchMemory")
+        if start_step != "auto":
+            start_step = check_integer("start_step", start_step, least=0, owner="CrossBatchMemory")
+        self.start_step: int | Literal["auto"] = start_step
         self.mode: MemoryMode = check_choice("mode", mode, get_args(MemoryMode), owner="CrossBatchMemory")
         self.weight = check_finite_number("weight", weight, owner="CrossBatchMemory")
         if self.weight != 1 and mode != "two_terms":
@@ -166,9 +163,6 @@ class CrossBatchMemory(nn.Module):
         Returns:
             The argument for `loss.of_batch(batch)`.
         """
-        check_bool("detach", detach, owner="CrossBatchMemory")
-        if relevance is not None:
-            check_instance("relevance", relevance, Relevance, owner="CrossBatchMemory")
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
@@ -208,7 +202,6 @@ class CrossBatchMemory(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the state of a checkpoint. If the checkpoint has more than `size` rows, keep only the newest rows."""
-        _check_state(state)
         rows = None
         if state["rows"] is not None:
             embeddings, labels, ids = state["rows"]
@@ -229,8 +222,8 @@ class CrossBatchMemory(nn.Module):
             as_int64("labels", labels, owner="CrossBatchMemory"),
             as_int64("ids", ids, owner="CrossBatchMemory"),
         )
-        rows, device = len(embeddings), embeddings.device
-        check_integers("labels", labels, rows, "embeddings", device=device, levels=True, owner="CrossBatchMemory")
+        rows = len(embeddings)
+        check_integers("labels", labels, rows, "embeddings", levels=True, owner="CrossBatchMemory")
         if ids is None:
             raise InvalidType(
                 "must be given, the dataset index of each row, since an image is stored once and never ranked for "
@@ -240,7 +233,7 @@ class CrossBatchMemory(nn.Module):
                 got="None",
                 cure="let the batches hold (images, labels, ids)",
             )
-        check_integers("ids", ids, rows, "embeddings", device=device, owner="CrossBatchMemory")
+        check_integers("ids", ids, rows, "embeddings", owner="CrossBatchMemory")
         if len(ids) > self.size:
             rule = "must be at least that of a batch"
             got = f"{self.size} for a batch of {len(ids)} rows"
@@ -267,25 +260,6 @@ class CrossBatchMemory(nn.Module):
         if self._rows is None:
             return batch.select(batch.ids[:0]).detached()
         return self._rows.like(batch)
-
-
-def _check_state(state: Any) -> None:
-    """Raise unless `state` has the form that `get_extra_state` returns, with finite embeddings."""
-    is_state = isinstance(state, dict) and state.keys() == {"rows", "steps", "started"}
-    if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
-        rule = "must be a dict with `rows`, `steps` and `started` of another memory"
-        raise InvalidType(rule, "CrossBatchMemory", "state", got=short_repr(state))
-    check_integer("state['steps']", state["steps"], least=0, owner="CrossBatchMemory")
-    check_bool("state['started']", state["started"], owner="CrossBatchMemory")
-    if state["rows"] is None:
-        return
-    if len(state["rows"]) != 3:
-        raise InvalidValue("must hold 3 tensors as rows", "CrossBatchMemory", "state", got=len(state["rows"]))
-    embeddings, labels, ids = state["rows"]
-    check_matrix("state", embeddings, owner="CrossBatchMemory")
-    check_integers("state", labels, len(embeddings), "state", levels=True, owner="CrossBatchMemory")
-    check_integers("state", ids, len(embeddings), "state", owner="CrossBatchMemory")
-    check_finite("state", embeddings, ids, owner="CrossBatchMemory")
 
 
 def _is_first(ids: Tensor) -> Tensor:

@@ -3,29 +3,31 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_integer, check_tensor
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.third_party import as_batch_loss, check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
-from lightning_retrieval.models.sides import Side, TwoSides
+from lightning_retrieval.models.sides import SIDES, Side, TwoSides
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.random_state import seed_or_default, step_random_state
 from lightning_retrieval.ranking.relevance import Relevance, rule_of_evaluation
-from lightning_retrieval.training.chunk_size import check_chunk_size
-from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.ranking.rows import Rows
+from lightning_retrieval.training.batch import GATHER_DTYPES, GatherDtype, GlobalBatch, GlobalRows, gather_labels
+from lightning_retrieval.training.chunk_size import ChunkSizeSearch, check_chunk_size
+from lightning_retrieval.training.chunked import Embed, sides_backward
 from lightning_retrieval.training.first_steps import check_first_batch
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -40,25 +42,15 @@ from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import FrozenBackbone, Updates, check_backbone, trainable_parameters
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
-    EmbeddedSide,
     Unpacked,
-    embedded_sides,
+    chunking,
+    frozen_in_evaluation_mode,
     is_two_sided,
     joined_rows,
     rows_of_side,
-    two_sided_backward,
     unpack,
     unpack_sides,
     with_frozen_side,
-)
-from lightning_retrieval.training.step import (
-    GATHER_DTYPES,
-    ChunkSizeSearch,
-    Dimensions,
-    GatherDtype,
-    LocalRows,
-    TrainingStep,
-    gather_labels,
 )
 
 FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
@@ -72,9 +64,8 @@ class RetrievalModule(ManualTraining):
 
     In a subclass, `forward`, `unpack_batch`, `embed` and `configure_optimizers` may be overridden.
     Checkpoints store the constructor arguments of a subclass as plain values (numbers, strings, lists, dicts); pass any
-    other arguments to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must list its
-    arguments instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes those that the
-    constructor accepts.
+    other arguments to `load_from_checkpoint` again. For `**kwargs`, a checkpoint records which arguments the caller has
+    given, so a subclass can build its own embedder and loss and pass on the rest.
 
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
@@ -86,12 +77,13 @@ class RetrievalModule(ManualTraining):
             More such chunks take less time and more memory; gradients do not change. For batches with two sides, the
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.
         optimizer: class or function that is called with the parameter groups, such as
-            `functools.partial(torch.optim.SGD, lr=0.1)`. Adam, AdamW and SGD of torch get `fused=True`, an update of
-            all parameters in one loop, if neither `fused` nor `foreach` is given, but not for parameters of 16 bits,
-            with the precision 16-mixed, or for a sharded network.
-        lr_scheduler: class or function that is called with the optimizer, or None. Rates of its own, such as `max_lr`,
-            are those of parameters without a factor. A scheduler with an end needs the number of steps as an argument,
-            such as `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
+            `functools.partial(torch.optim.SGD, lr=0.1, fused=True)`. None means `torch.optim.AdamW`, with `fused=True`,
+            an update of all parameters in one loop, unless parameters are of 16 bits, sharded or on a device without
+            such a loop, gradients are sparse, or the precision is 16-mixed.
+        lr_scheduler: class or function that is called with the optimizer, or None. It must keep the factors between the
+            learning rates of the groups, so that rates of its own, such as `max_lr`, are a list with one for each group
+            if there are factors. A scheduler with an end needs the number of steps as an argument, such as
+            `functools.partial(OneCycleLR, max_lr=0.01, total_steps=1000)`.
         lr_scheduler_interval: the scheduler is stepped after each `"step"` or each `"epoch"`.
         lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
@@ -137,7 +129,7 @@ class RetrievalModule(ManualTraining):
         *,
         chunk_size: int | Literal["auto"] | dict[str, int | Literal["auto"] | None] | None = None,
         keep_graphs: int = 1,
-        optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_frequency: int = 1,
@@ -182,11 +174,9 @@ class RetrievalModule(ManualTraining):
             self.updates = Updates() if updates is None else rebuild("updates", updates, Updates)
             self._set_frozen_backbones()
             self._fraction = 0.0  # fraction of the training that is done
-            self.seed = check_integer("seed", seed_or_default(seed), least=0, most=None)
-        self._chunk_size_search: dict[Side, ChunkSizeSearch] = {
-            "queries": ChunkSizeSearch(),
-            "candidates": ChunkSizeSearch(),
-        }
+            self.seed = check_integer("seed", seed_or_default(seed), least=0)
+        self._sharded: ShardedParts | None = None  # the modules that are sharded over the processes of the run
+        self.chunk_size_searches: dict[Side, ChunkSizeSearch] = {side: ChunkSizeSearch() for side in SIDES}
 
     def _set_query_embedder(self) -> None:
         """Register the network of queries, if there is one, and freeze the network of the frozen side."""
@@ -269,7 +259,6 @@ class RetrievalModule(ManualTraining):
             whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
         check_tensor("images", images, owner=type(self).__name__)
-        check_bool("whiten", whiten, owner=type(self).__name__)
         return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -281,7 +270,6 @@ class RetrievalModule(ManualTraining):
             whiten: as for `embed`; both sides share one whitening.
         """
         check_tensor("inputs", inputs, owner=type(self).__name__)
-        check_bool("whiten", whiten, owner=type(self).__name__)
         inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
@@ -304,9 +292,7 @@ class RetrievalModule(ManualTraining):
         `interval` and `frequency`. `ReduceLROnPlateau` monitors the metric with the key `monitor`, and
         `lr_scheduler_monitor` if there is no such key.
         """
-        head = getattr(self.embedder, "head", None)
         return self._make_optimizer(
-            head=head,
             head_lr_factor=self.updates.head_lr_factor,
             layer_decay=self.updates.layer_decay,
             query_embedder=self.query_embedder,
@@ -343,6 +329,7 @@ class RetrievalModule(ManualTraining):
         super().on_train_start()
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
+        self._sharded = ShardedParts(self) if sharded_modules(self) else None
         self._freeze_backbones()
 
     def on_train_epoch_start(self) -> None:
@@ -366,65 +353,61 @@ class RetrievalModule(ManualTraining):
             The loss of the global batch, without a graph, on the CPU.
         """
         batches, unpacked = unpack_sides(self, batch)
+        rows = self._rows_of_processes(batches, unpacked)
         if self._is_first_step:
-            self._begin_first_step()
+            check_first_batch(self, unpacked, rows)
         if self._sharded is not None:
             self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
-        step = self._step_of(batches, unpacked)
-        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=self._sharded)
-        with step_random_state(self.seed, step.number, rank()):
-            inputs = [of_side for of_side, _, _ in unpacked]
-            sides = embedded_sides(self, inputs, self._sharded, self._chunk_size_search, gradients.overlapped)
-            if len(sides) == 1:
-                (side,) = sides
-                part = chunked_backward(
-                    side.embed,
-                    side.inputs,
-                    step.loss,
-                    side.chunk_size,
-                    keep_graphs=side.keep_graphs,
-                    least_chunks=side.least_chunks,
-                    backward=self.manual_backward,
-                    last_backward=side.last_backward,
-                )
-            else:
-                queries, candidates = sides
-                part = two_sided_backward(queries, candidates, step.loss, self.manual_backward)
+        ranked = GlobalBatch(self, rows, self._advance_fraction())
+        gradients = GradientSum(self.parameters(), self.loss.parameters(), self._sharded)
+        embedders: list[Embed] = [self.forward_queries, self]
+        sides = [(embed, inputs) for embed, (inputs, _, _) in zip(embedders[-len(rows) :], unpacked)]
+        with step_random_state(self.seed, ranked.step, rank()), frozen_in_evaluation_mode(self):
+            chunk_sizes, keep_graphs = chunking(self, sides)
+            part = sides_backward(
+                sides,
+                ranked.loss,
+                chunk_sizes,
+                keep_graphs,
+                backward=self.manual_backward,
+                last_backward=[gradients.overlapped, self._candidates_summed][: len(sides)],
+            )
         if self._is_first_step:
-            self._finish_first_step(step, sides)
-        logged = step.finish(part, gradients)
+            self._finish_first_step(ranked, chunk_sizes)
+        logged = ranked.logged(gradients.finish(ranked.parts(part)))
         stepped = self._step_optimizers()
-        step.remember()
+        ranked.remember()
         self._step_due_schedulers(batch_idx, stepped)
-        self._log_step(logged, step.images)
+        self._log_step(logged, ranked.images)
         return logged["train/loss"]
 
-    def _begin_first_step(self) -> None:
-        """Find out what the steps of a run share."""
-        self._sharded: ShardedParts | None = None
-        if sharded_modules(self):
-            self._sharded = ShardedParts(self)
-        self._dimensions = Dimensions()
-
-    def _step_of(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> TrainingStep:
-        """The step of a batch, before its images are embedded. Gathers the labels and ids of all processes.
+    def _rows_of_processes(self, batches: Sequence[Any], unpacked: Sequence[Unpacked]) -> list[GlobalRows]:
+        """Labels, or the columns that the rule of relevance reads, and ids of all processes, for each side of a batch.
 
         Args:
             batches: the batch of each side, as the loader yields it.
             unpacked: inputs, labels and ids of each side.
         """
         sides = []
-        for batch, (inputs, labels, ids) in zip(batches, unpacked):
-            columns = labels
+        for batch, (_, labels, ids) in zip(batches, unpacked):
             if self.relevance is not None:
-                columns = self.relevance.columns(labels, batch)
-            sides.append(LocalRows(columns, ids, inputs=inputs))
-        gathered = gather_labels(sides, gather=self.gather is not False)
-        if self._is_first_step:
-            check_first_batch(self, unpacked, gathered)
-        return TrainingStep(self, gathered, self._advance_fraction(), self._dimensions)
+                labels = self.relevance.columns(labels, batch)
+            sides.append(Rows(labels, ids))
+        return gather_labels(sides, gather=self.gather is not False, equal=self._sharded is not None)
+
+    def _finish_first_step(self, ranked: GlobalBatch, chunk_sizes: Sequence[int]) -> None:
+        """Report on the first step of a run, and record how its images were prepared."""
+        report_first_step(self, ranked, chunk_sizes)
+        record_preparation(self)
+        self._is_first_step = False
+
+    def _candidates_summed(self) -> AbstractContextManager[None]:
+        """Context of the last backward pass of candidates, whose gradients are complete before those of queries."""
+        if self._sharded is None or self.query_embedder is None:
+            return nullcontext()
+        return self._sharded.summed()
 
     def _advance_fraction(self) -> float:
         """The fraction of the training that is done; it never decreases, also in a run resumed with more steps."""
@@ -442,12 +425,6 @@ class RetrievalModule(ManualTraining):
         super().on_load_checkpoint(checkpoint)
         fraction = checkpoint.get(FRACTION, 0.0)
         self._fraction = check_finite_number(FRACTION, fraction, least=0, most=1, owner=type(self).__name__)
-
-    def _finish_first_step(self, step: TrainingStep, sides: Sequence[EmbeddedSide]) -> None:
-        """Log the report on the first step of a run."""
-        report_first_step(self, step, [side.chunk_size for side in sides])
-        record_preparation(self)
-        self._is_first_step = False
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.

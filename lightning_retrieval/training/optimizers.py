@@ -6,32 +6,22 @@ et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_retrieval.checks import check_choice, check_integer, check_positive
-from lightning_retrieval.distributed import rank
+from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
+from lightning_retrieval.checks import first_of
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.losses.combined import Schedule, WeightedSum
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import is_sharded, sharded_modules
 
-# Optimizers and types of devices for which torch updates all parameters in one loop. A subclass may update them in
-# another way.
-FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-FUSED_DEVICES = ("cpu", "cuda")
-FUSED_TYPES = (torch.float32, torch.float64)
-FIRST_STEPS = 10  # in this many steps, each randomly dropped layer very likely gets a gradient at least once
-MOST_NAMES = 5  # number of parameter names that a message lists
 LAYER, REST, HEAD = range(3)  # parts of a network, in the order of their groups in the optimizer
 FACTORS = "`head_lr_factor`, `layer_decay`, `query_lr_factor` or `loss_lr_factor`"  # factors of learning rates
-PRETRAINING_ONLY = ("mask_token",)  # last parts of the names of DINOv2's parameters that no embedding depends on
 
 
 class Updates:
@@ -73,30 +63,267 @@ class Updates:
     def __init__(
         self,
         *,
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: Positive | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        head_lr_factor: float = 1.0,
-        layer_decay: float = 1.0,
-        freeze_backbone_epochs: int = 0,
-        loss_lr_factor: float = 1.0,
+        head_lr_factor: Positive = 1.0,
+        layer_decay: Annotated[float, numbers(0.01, 1)] = 1.0,
+        freeze_backbone_epochs: NotNegativeInt = 0,
+        loss_lr_factor: Positive = 1.0,
     ) -> None:
-        owner = type(self).__name__
-        self.gradient_clip_val: float | None = None
-        if gradient_clip_val is not None:
-            self.gradient_clip_val = check_positive("gradient_clip_val", gradient_clip_val, owner=owner)
-        self.gradient_clip_algorithm: Literal["norm", "value"] = check_choice(
-            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), owner=owner
-        )
-        self.head_lr_factor = check_positive("head_lr_factor", head_lr_factor, owner=owner)
-        self.layer_decay = check_positive("layer_decay", layer_decay, least=0.01, most=1, owner=owner)
-        self.freeze_backbone_epochs = check_integer(
-            "freeze_backbone_epochs", freeze_backbone_epochs, least=0, owner=owner
-        )
-        self.loss_lr_factor = check_positive("loss_lr_factor", loss_lr_factor, owner=owner)
+        self.gradient_clip_val = checked(self, gradient_clip_val=gradient_clip_val)
+        self.gradient_clip_algorithm = checked(self, gradient_clip_algorithm=gradient_clip_algorithm)
+        self.head_lr_factor = checked(self, head_lr_factor=head_lr_factor)
+        self.layer_decay = checked(self, layer_decay=layer_decay)
+        self.freeze_backbone_epochs = checked(self, freeze_backbone_epochs=freeze_backbone_epochs)
+        self.loss_lr_factor = checked(self, loss_lr_factor=loss_lr_factor)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({settings})"
+
+
+def make_optimizer(
+    module: nn.Module,
+    make: Callable[[Iterable[Any]], Optimizer] | None,
+    *,
+    has_scaler: bool = False,
+    query_embedder: nn.Module | None = None,
+    head_lr_factor: float = 1.0,
+    layer_decay: float = 1.0,
+    query_lr_factor: float = 1.0,
+    loss_lr_factor: float = 1.0,
+) -> tuple[Optimizer, list[float]]:
+    """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
+
+    Args:
+        module: owner of the parameters.
+        make: class or function that creates the optimizer from the parameter groups; None for the default optimizer,
+            which is torch's AdamW.
+        has_scaler: whether losses are scaled, as in the precision 16-mixed.
+        query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
+            `backbone`, too, if it has them.
+        head_lr_factor: learning rate of the head of a network divided by that of the other parameters.
+        layer_decay: learning rate of each layer of the backbone divided by that of the next layer.
+        query_lr_factor: learning rate of the second network divided by that of the first.
+        loss_lr_factor: learning rate of the parameters of the module's `loss` divided by that of the first network.
+            Parameters that a network shares belong to the network.
+
+    Returns:
+        The optimizer, and by which factor the learning rate of each of its groups was multiplied.
+
+    Raises:
+        ValueError: if `head_lr_factor` is not 1 but there is no head with parameters, if `layer_decay` is not 1 but
+            there is no backbone, if `loss_lr_factor` is not 1 but no parameter of the loss is trainable, or if the
+            optimizer puts parameters with different factors into one group.
+    """
+    networks = [(getattr(module, "embedder", module), 1.0)]
+    if query_embedder is not None:
+        networks.append((query_embedder, query_lr_factor))
+    if layer_decay != 1:
+        check_backbone("layer_decay", [network for network, _ in networks])
+    places: dict[nn.Parameter, _Place] = {}
+    for number, (network, factor) in enumerate(networks):
+        for parameter, place in _places(network, head_lr_factor, layer_decay).items():
+            places.setdefault(parameter, place._replace(network=number, factor=factor * place.factor))
+    if loss_lr_factor != 1:
+        of_loss = _Place(network=len(networks), factor=loss_lr_factor)
+        places |= dict.fromkeys(_parameters_of_loss(module, loss_lr_factor, places), of_loss)
+    groups: dict[_Place, list[nn.Parameter]] = {}
+    for parameter in trainable_parameters(module):
+        groups.setdefault(places.get(parameter, _Place()), []).append(parameter)
+    if head_lr_factor != 1 and all(place.part != HEAD for place in groups):
+        rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
+        cure = "name its last layers `head`, or keep the factor 1"
+        raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
+    if make is None:
+        make = torch.optim.AdamW
+        if can_be_fused(module, has_scaler=has_scaler):
+            make = functools.partial(torch.optim.AdamW, fused=True)
+    optimizer = make([{"params": groups[place]} for place in sorted(groups)])
+    if not has_scaler:
+        # Lightning refuses to clip the gradients of a fused optimizer, which may be scaled. These are not.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return optimizer, _multiply_rates(optimizer, places)
+
+
+class _Place(NamedTuple):
+    """Where a parameter is in the networks, which decides its learning rate. Optimizer groups are sorted by place."""
+
+    network: int = 0
+    part: int = REST
+    layer: int = 0
+    factor: float = 1.0
+
+
+def _places(network: nn.Module, head_lr_factor: float, layer_decay: float) -> dict[nn.Parameter, _Place]:
+    """The place of each parameter of a network; a parameter of several parts belongs to the first of these.
+
+    Args:
+        network: the embedder.
+        head_lr_factor: as for `make_optimizer`.
+        layer_decay: as for `make_optimizer`.
+    """
+    places: dict[nn.Parameter, _Place] = {}
+    head, backbone = getattr(network, "head", None), getattr(network, "backbone", None)
+    if isinstance(head, nn.Module):
+        places |= dict.fromkeys(head.parameters(), _Place(part=HEAD, factor=head_lr_factor))
+    if layer_decay != 1 and isinstance(backbone, nn.Module):
+        depths = layer_depths(backbone)
+        last = max(depths.values())
+        for name, parameter in backbone.named_parameters():
+            depth = depths.get(name, last)
+            places.setdefault(parameter, _Place(part=LAYER, layer=depth, factor=layer_decay ** (last - depth)))
+    for parameter in network.parameters():
+        places.setdefault(parameter, _Place())
+    return places
+
+
+def _parameters_of_loss(
+    module: Any, loss_lr_factor: float, of_networks: Mapping[nn.Parameter, _Place]
+) -> list[nn.Parameter]:
+    """The parameters that only the loss of a module trains; raises if the factor applies to none."""
+    parameters = [parameter for parameter in trainable_parameters(module.loss) if parameter not in of_networks]
+    if not parameters:
+        rule = f"is {loss_lr_factor}, but the loss has no parameter to train"
+        cure = "give a loss that learns proxies or a temperature, or keep the factor 1"
+        raise InvalidValue(rule, argument="loss_lr_factor", got=type(original_loss(module.loss)).__name__, cure=cure)
+    return parameters
+
+
+def _multiply_rates(optimizer: Optimizer, places: Mapping[nn.Parameter, _Place]) -> list[float]:
+    """Multiply the rate of each group by the factor of its parameters, and return the factors of the groups.
+
+    Args:
+        optimizer: the optimizer, which may have split the groups that it was given.
+        places: place of each parameter of the networks.
+    """
+    factors = []
+    for group in optimizer.param_groups:
+        of_group = {places.get(parameter, _Place()).factor for parameter in group["params"]}
+        if len(of_group) > 1:
+            rule = "must keep parameters with different learning rates in different groups"
+            got = f"a group with the factors {sorted(of_group)} of {FACTORS}"
+            cure = "pass the given groups on to the optimizer, or split them"
+            raise InvalidValue(rule, argument="optimizer", got=got, cure=cure)
+        factor = max(of_group, default=1.0)
+        if factor != 1:
+            group["lr"] = group["lr"] * factor  # not in place: groups may share a tensor
+        factors.append(factor)
+    return factors
+
+
+def can_be_fused(module: nn.Module, *, has_scaler: bool) -> bool:
+    """Whether torch's fused AdamW, one loop over all parameters, updates those of a module as its other loops do.
+
+    Args:
+        module: owner of the parameters, on their device.
+        has_scaler: whether losses are scaled: Lightning does not unscale the gradients of fused optimizers before they
+            are clipped.
+    """
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    if has_scaler or any(part.sparse for part in embeddings):
+        return False
+    return all(map(_takes_fused_update, trainable_parameters(module)))
+
+
+def _takes_fused_update(parameter: Tensor) -> bool:
+    """Whether a parameter is on a device with fused loops, not of 16 bits, not sharded and not a slice."""
+    is_precise = parameter.dtype in (torch.float32, torch.float64)
+    if parameter.device.type not in ("cpu", "cuda") or not is_precise or is_sharded(parameter):
+        return False
+    # The loops go through the memory without gaps, so that they would update other elements than those of a slice.
+    return parameter.stride() == torch.empty_like(parameter, device="meta").stride()
+
+
+def match_states(optimizer: Optimizer) -> None:
+    """Adapt the states of an optimizer, which a file may have given, to the parameters and the settings of this run.
+
+    A fused loop reads the memory of a state as that of its parameter, and checks neither its size nor the order of its
+    dimensions: with another order, such as a contiguous state of a parameter with channels last, the update would be
+    wrong without an error. torch takes the setting `fused`, and with it the device of the counts of steps, from the
+    file. Here both are those of the run, which may go on with other devices or with a sharded network.
+
+    Args:
+        optimizer: any optimizer of a run that begins.
+
+    Raises:
+        ValueError: if the optimizer has a fused loop, and a state has neither the shape of its parameter nor one
+            element.
+    """
+    has_fused_loop = "fused" in optimizer.defaults
+    for group in optimizer.param_groups:
+        if has_fused_loop:
+            group["fused"] = optimizer.defaults["fused"]
+        counts_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            for name, value in tensors.items():
+                if has_fused_loop and value.numel() != 1 and value.shape != parameter.shape:
+                    rule = f"the state {name!r} of an optimizer must have the shape of its parameter"
+                    got = f"{tuple(value.shape)} for {tuple(parameter.shape)}"
+                    raise InvalidValue(rule, got=got, cure="take another checkpoint")
+                if has_fused_loop and name == "step":
+                    state[name] = value.to(parameter.device, torch.float32) if counts_on_device else value.cpu()
+                elif value.shape == parameter.shape:
+                    state[name] = _in_order_of(parameter, value)
+
+
+def _in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """The value itself if it has the memory order of the parameter, else a copy that has it."""
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def layer_depths(backbone: nn.Module) -> dict[str, int]:
+    """The number of the layer of each parameter of a backbone, by the name of the parameter.
+
+    For a backbone of timm, timm defines the blocks. For other backbones, the blocks are the elements of the list of
+    layers (`nn.Sequential`, `nn.ModuleList`) that has the most parameters.
+
+    Args:
+        backbone: any network.
+
+    Raises:
+        ValueError: if the backbone has no list of layers.
+    """
+    if isinstance(backbone, TimmBackbone):
+        from timm.models import group_parameters
+
+        groups = group_parameters(backbone.model, backbone.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": int(number) for name, number in groups.items()}
+    path, blocks = _largest_list(backbone)
+    if blocks is None:
+        rule = "must be 1 for a backbone without a list of layers (nn.Sequential or nn.ModuleList)"
+        raise InvalidValue(rule, argument="layer_decay", got=f"a {type(backbone).__name__} without one")
+    prefixes = [f"{path}{name}." for name, block in blocks.named_children() if _size(block) > 0]
+    depths: dict[str, int] = {}
+    depth = 0
+    for name, _ in backbone.named_parameters():
+        inside = [number for number, prefix in enumerate(prefixes) if name.startswith(prefix)]
+        if inside:
+            depth = inside[0] + 1
+        elif depth > 0:
+            depth = len(prefixes)
+        depths[name] = depth
+    return depths
+
+
+def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
+    """Find the list of two or more layers with the most parameters (if equal, the outermost), and its name prefix."""
+    largest, found, path = 0, None, ""
+    for name, module in backbone.named_modules():
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)):
+            continue
+        layers = sum(_size(child) > 0 for child in module.children())
+        if layers > 1 and _size(module) > largest:
+            largest, found, path = _size(module), module, f"{name}." * bool(name)
+    return path, found
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def check_backbone(name: str, embedders: Sequence[nn.Module]) -> None:
@@ -144,336 +371,6 @@ class FrozenBackbone:
             self.names = []
 
 
-def layer_depths(backbone: nn.Module) -> dict[str, int]:
-    """The number of the layer of each parameter of a backbone, by the name of the parameter.
-
-    For a backbone of timm, timm defines the blocks. For other backbones, the blocks are the elements of the list of
-    layers (`nn.Sequential`, `nn.ModuleList`) that has the most parameters.
-
-    Args:
-        backbone: any network.
-
-    Raises:
-        ValueError: if the backbone has no list of layers.
-    """
-    if isinstance(backbone, TimmBackbone):
-        from timm.models import group_parameters
-
-        groups = group_parameters(backbone.model, backbone.model.group_matcher(coarse=False), reverse=True)
-        return {f"model.{name}": int(number) for name, number in groups.items()}
-    path, blocks = _largest_list(backbone)
-    if blocks is None:
-        rule = "must be 1 for a backbone without a list of layers (nn.Sequential or nn.ModuleList)"
-        raise InvalidValue(rule, argument="layer_decay", got=f"a {type(backbone).__name__} without one")
-    prefixes = [f"{path}{name}." for name, block in blocks.named_children() if _size(block) > 0]
-    depths: dict[str, int] = {}
-    depth = 0
-    for name, _ in backbone.named_parameters():
-        inside = [number for number, prefix in enumerate(prefixes) if name.startswith(prefix)]
-        if inside:
-            depth = inside[0] + 1
-        elif depth > 0:
-            depth = len(prefixes)
-        depths[name] = depth
-    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # now consecutive
-    return {name: numbers[depth] for name, depth in depths.items()}
-
-
-def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
-    """Find the list of two or more layers with the most parameters (if equal, the outermost), and its name prefix."""
-    largest, found, path = 0, None, ""
-    for name, module in backbone.named_modules():
-        if not isinstance(module, (nn.Sequential, nn.ModuleList)):
-            continue
-        layers = sum(_size(child) > 0 for child in module.children())
-        if layers > 1 and _size(module) > largest:
-            largest, found, path = _size(module), module, f"{name}." * bool(name)
-    return path, found
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module that require a gradient."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def make_optimizer(
-    module: nn.Module,
-    make: Callable[[Iterable[Any]], Optimizer],
-    *,
-    head: Any = None,
-    head_lr_factor: float = 1.0,
-    layer_decay: float = 1.0,
-    query_embedder: nn.Module | None = None,
-    query_lr_factor: float = 1.0,
-    loss_lr_factor: float = 1.0,
-    may_fuse: bool = True,
-) -> tuple[Optimizer, list[float]]:
-    """Create one optimizer for the trainable parameters of a module, and the factors of its parameter groups.
-
-    Args:
-        module: owner of the parameters; its class name is the prefix of error messages.
-        make: class or function that creates the optimizer from the parameter groups.
-        head: the last layers of the network, or None.
-        head_lr_factor: learning rate of the head divided by that of the other parameters.
-        layer_decay: learning rate of each layer of the backbone divided by that of the next layer.
-        query_embedder: a second network of the module, or None. The factors of head and layers apply to its `head` and
-            `backbone`, too, if it has them.
-        query_lr_factor: learning rate of the second network divided by that of the first.
-        loss_lr_factor: learning rate of the parameters of the module's `loss` divided by that of the first network.
-            Parameters that a network shares belong to the network.
-        may_fuse: whether the optimizer may update its parameters in one fused loop, if its settings leave that open.
-
-    Returns:
-        The optimizer, and by which factor the learning rate of each of its groups was multiplied.
-
-    Raises:
-        ValueError: if no parameter is trainable, if `head_lr_factor` is not 1 but there is no head with parameters, if
-            `layer_decay` is not 1 but there is no backbone, if `loss_lr_factor` is not 1 but no parameter of the loss
-            is trainable, or if the optimizer has other groups than it was given.
-    """
-    networks = [(getattr(module, "embedder", module), head, 1.0)]
-    if query_embedder is not None:
-        networks.append((query_embedder, getattr(query_embedder, "head", None), query_lr_factor))
-    if layer_decay != 1:
-        check_backbone("layer_decay", [network for network, _, _ in networks])
-    places = _places_in(networks, head_lr_factor, layer_decay)
-    if loss_lr_factor != 1:
-        of_loss = _Place(network=len(networks), factor=loss_lr_factor)
-        places |= dict.fromkeys(_parameters_of_loss(module, loss_lr_factor, places), of_loss)
-    groups: dict[_Place, list[nn.Parameter]] = {}
-    for parameter in trainable_parameters(module):
-        groups.setdefault(places.get(parameter, _Place()), []).append(parameter)
-    if not groups:
-        raise _nothing_to_train(module)
-    if head_lr_factor != 1 and all(place.part != HEAD for place in groups):
-        rule = f"is {head_lr_factor}, but the embedder has no `head` with parameters"
-        cure = "name its last layers `head`, or keep the factor 1"
-        raise InvalidValue(rule, argument="head_lr_factor", cure=cure)
-    sorted_groups = [{"params": groups[place]} for place in sorted(groups)]
-    optimizer = _make_fused(make, sorted_groups, module) if may_fuse else make(sorted_groups)
-    optimizer.register_load_state_dict_pre_hook(functools.partial(_check_groups, type(module).__name__))
-    return optimizer, _multiply_rates(optimizer, places)
-
-
-def _check_groups(module_name: str, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raise unless a state that is loaded into an optimizer has as many parameters in each of as many groups."""
-    saved, present = _group_sizes(state["param_groups"]), _group_sizes(optimizer.param_groups)
-    if saved != present:
-        raise InvalidValue(
-            "a run must be continued with the parameter groups that it began with",
-            module_name,
-            got=f"groups of {present} parameters, but {saved} in the checkpoint",
-            cure=f"train the same parameters, and keep {FACTORS} as they were; or load the weights only: "
-            f"{module_name}.load_from_checkpoint(path)",
-        )
-
-
-def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
-
-
-def _parameters_of_loss(module: Any, loss_lr_factor: float, of_networks: Container[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that only the loss of a module trains; raises if the factor applies to none."""
-    parameters = [parameter for parameter in trainable_parameters(module.loss) if parameter not in of_networks]
-    if not parameters:
-        rule = f"is {loss_lr_factor}, but the loss has no parameter to train"
-        cure = "give a loss that learns proxies or a temperature, or keep the factor 1"
-        raise InvalidValue(rule, argument="loss_lr_factor", got=type(original_loss(module.loss)).__name__, cure=cure)
-    return parameters
-
-
-def _make_fused(make: Callable[..., Optimizer], groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
-    """Create an optimizer, with a fused loop if it has one, and its settings leave open how it updates parameters.
-
-    Args:
-        make: a class of optimizers, a partial of one, or any function.
-        groups: the parameter groups.
-        module: owner of the parameters.
-    """
-    if not (_leaves_update_open(make) and _can_be_fused(module)):
-        return make(groups)
-    optimizer = make(groups, fused=True)
-    # Else Lightning refuses to clip gradients with bf16-mixed. Nothing is scaled there.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    optimizer.register_state_dict_post_hook(_leave_update_open)
-    optimizer.register_load_state_dict_pre_hook(_as_fused)
-    return optimizer
-
-
-def _leave_update_open(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Write into a file that the update is open: a run that continues from it may have a sharded network."""
-    for group in state["param_groups"]:
-        group["fused"] = None
-
-
-def _as_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Read a state as that of a fused optimizer, which has its counts of steps on the device."""
-    return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
-
-
-def _leaves_update_open(make: Any) -> bool:
-    """Whether an optimizer offers a fused loop, and the user has not chosen one or another."""
-    settings: Mapping[str, Any] = {}
-    if isinstance(make, functools.partial):
-        make, settings = make.func, make.keywords
-    chosen = [settings.get("fused") is not None, settings.get("foreach") is not None, settings.get("differentiable")]
-    return make in FUSED_OPTIMIZERS and not any(chosen)
-
-
-def _can_be_fused(module: nn.Module) -> bool:
-    """Whether torch's fused loops update all parameters of a module as its other loops do: on one device, dense, with a
-    dense gradient, and not in half precision, in which some versions of torch round otherwise.
-    """
-    parameters = trainable_parameters(module)
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    if any(part.sparse for part in embeddings) or any(map(is_sharded, parameters)):
-        return False
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1 or devices.pop().type not in FUSED_DEVICES:
-        return False
-    return all(parameter.dtype in FUSED_TYPES and _is_dense(parameter) for parameter in parameters)
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Whether the values fill their memory, in any order of the dimensions; those of a slice may not."""
-    filled = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape)):
-        if size > 1 and stride != filled:
-            return False
-        filled *= size
-    return True
-
-
-def _order(tensor: torch.Tensor) -> list[int]:
-    """The strides of the dimensions with more than one entry, which say how the values lie in memory."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
-
-
-def match_memory_orders(optimizer: Optimizer) -> None:
-    """Give gradients and states the memory order of their parameters, if an optimizer updates these in a fused loop.
-
-    The fused loops of torch read all of them in the order of their memory, and do not check that it is the same. A
-    state of a file may have another order than a parameter with channels last, and so may a gradient that a callback
-    has set; then the update would be wrong without an error.
-
-    Args:
-        optimizer: any optimizer, before its step.
-    """
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            parameter.grad = _in_order_of(parameter, parameter.grad)
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[name] = _in_order_of(parameter, value)
-
-
-def _in_order_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value itself if it has the memory order of the parameter, else a copy that has it."""
-    if _order(value) == _order(parameter):
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _multiply_rates(optimizer: Optimizer, places: dict[nn.Parameter, "_Place"]) -> list[float]:
-    """Multiply the rate of each group by the factor of its parameters, and return the factors of the groups.
-
-    Args:
-        optimizer: the optimizer, which may have split the groups that it was given.
-        places: place of each parameter of the networks.
-    """
-    factors = []
-    for group in optimizer.param_groups:
-        factors.append(_factor_of_group(group, places))
-        if factors[-1] != 1:
-            group["lr"] = group["lr"] * factors[-1]  # not in place: groups may share a tensor
-    return factors
-
-
-def _factor_of_group(group: dict[str, Any], places: dict[nn.Parameter, "_Place"]) -> float:
-    factors = {places.get(parameter, _Place()).factor for parameter in group["params"]}
-    if len(factors) > 1:
-        rule = "must keep parameters with different learning rates in different groups"
-        got = f"a group with the factors {sorted(factors)} of {FACTORS}"
-        cure = "pass the given groups on to the optimizer, or split them"
-        raise InvalidValue(rule, argument="optimizer", got=got, cure=cure)
-    if factors not in ({1.0}, set()) and group.get("lr") is None:
-        rule = f"must have a learning rate if {FACTORS} is not 1"
-        raise InvalidValue(rule, argument="optimizer", got=f"lr={group.get('lr')!r}", cure="give it `lr`")
-    return next(iter(factors), 1.0)
-
-
-class _Place(NamedTuple):
-    """Where a parameter is in the networks, which decides its learning rate. Optimizer groups are sorted by place."""
-
-    network: int = 0
-    part: int = REST
-    layer: int = 0
-    factor: float = 1.0
-
-
-def _places_in(
-    networks: Sequence[tuple[nn.Module, Any, float]], head_lr_factor: float, layer_decay: float
-) -> dict[nn.Parameter, _Place]:
-    """The place of each parameter of some networks.
-
-    Args:
-        networks: each with its last layers or None, and the factor of its learning rate.
-        head_lr_factor: as for `make_optimizer`.
-        layer_decay: as for `make_optimizer`.
-    """
-    places: dict[nn.Parameter, _Place] = {}
-    for number, (network, head, factor) in enumerate(networks):
-        for parameter, place in _places(network, head, layer_decay):
-            rate = factor
-            if place.part == HEAD:
-                rate *= head_lr_factor
-            places.setdefault(parameter, place._replace(network=number, factor=rate * place.factor))
-    return places
-
-
-def _places(network: nn.Module, head: Any, layer_decay: float) -> Iterator[tuple[nn.Parameter, _Place]]:
-    """The parameters of a network, each with its place; the first place of a parameter counts.
-
-    Args:
-        network: the embedder.
-        head: the last layers of the embedder, or None.
-        layer_decay: as for `make_optimizer`.
-    """
-    if isinstance(head, nn.Module):
-        for parameter in head.parameters():
-            yield parameter, _Place(part=HEAD)
-    backbone = getattr(network, "backbone", None)
-    if layer_decay != 1 and isinstance(backbone, nn.Module):
-        depths = layer_depths(backbone)
-        last = max(depths.values())
-        for name, parameter in backbone.named_parameters():
-            depth = depths.get(name, last)
-            yield parameter, _Place(part=LAYER, layer=depth, factor=layer_decay ** (last - depth))
-    for parameter in network.parameters():
-        yield parameter, _Place()
-
-
-def _nothing_to_train(module: nn.Module) -> ValueError:
-    from torchmetrics import Metric
-
-    parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
-    return InvalidValue(
-        f"{' and '.join(parts)} must have a parameter to train",
-        type(module).__name__,
-        got="none with requires_grad",
-        cure="call requires_grad_(True) on the layers that should learn",
-    )
-
-
 def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Raise if a parameter requires a gradient but is in no optimizer, so that it would never be trained.
 
@@ -485,60 +382,24 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         ValueError: if there are such parameters. The message names the parameters.
     """
     sharded_modules(module)
-    optimized: set[int] = set()
+    optimized: set[Tensor] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            optimized.update(map(id, group["params"]))
-    names = [name for name, parameter in trained_parameters(module) if id(parameter) not in optimized]
+            optimized.update(group["params"])
+    names = [name for name, parameter in trained_parameters(module) if parameter not in optimized]
     if names:
+        listed = first_of([f"`{name}`" for name in names])
         raise InvalidValue(
-            f"each parameter that requires a gradient must be in an optimizer, but {_listed(names)} are in none",
+            f"each parameter that requires a gradient must be in an optimizer, but {listed} are in none",
             type(module).__name__,
             cure="create or unfreeze them before `configure_optimizers`, which must list them, add a parameter "
             "group for them, or call requires_grad_(False) on those that should not learn",
         )
 
 
-class GradientWatch:
-    """Finds parameters that require a gradient but have none in the first steps of a run."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._without: dict[str, nn.Parameter] = {}  # the parameters without a gradient so far, by name
-
-    def see(self, module: nn.Module) -> None:
-        """Look for gradients after a backward pass, without waiting for the device; after the first steps, call
-        `report`.
-
-        Args:
-            module: owner of the parameters.
-        """
-        if self._steps >= FIRST_STEPS:
-            return
-        if self._steps == 0:
-            self._without = _trained_now(module)
-        self._steps += 1
-        for name, parameter in list(self._without.items()):
-            if parameter.grad is not None or not parameter.requires_grad:
-                del self._without[name]
-        if self._steps == FIRST_STEPS:
-            self.report(module)
-
-    def report(self, module: nn.Module) -> None:
-        """Warn of the parameters without a gradient, once, on the first process.
-
-        Args:
-            module: owner of the parameters; its class name is the prefix of the warning.
-        """
-        names, self._without = list(self._without), {}
-        names = [name for name in names if name.rpartition(".")[2] not in PRETRAINING_ONLY]
-        if names and rank() == 0:
-            warnings.warn(
-                f"{type(module).__name__}: {_listed(names)} have had no gradient in the first {self._steps} steps, so "
-                "they do not learn; use these parameters in `forward` or in a term of `loss`, or call "
-                "requires_grad_(False) on them (layers that are rarely used need neither).",
-                stacklevel=2,
-            )
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that require a gradient."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -551,21 +412,3 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
             of_metrics.update(map(id, part.parameters()))
     named = module.named_parameters()
     return [(name, value) for name, value in named if value.requires_grad and id(value) not in of_metrics]
-
-
-def _trained_now(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters to train by name, without those of terms whose weights change, which may have no gradient yet."""
-    later: set[int] = set()
-    for part in module.modules():
-        if isinstance(part, WeightedSum):
-            for name, weight in part.weights.items():
-                if isinstance(weight, Schedule):
-                    later.update(map(id, part.parts[name].parameters()))
-    return {name: value for name, value in trained_parameters(module) if id(value) not in later}
-
-
-def _listed(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
-    if len(names) > MOST_NAMES:
-        listed += f" and {len(names) - MOST_NAMES} other parameters"
-    return listed

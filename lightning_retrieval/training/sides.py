@@ -2,23 +2,22 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import as_int64, check_tensor
+from lightning_retrieval.checks import as_int64
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.third_party import check_references
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.models.sides import SIDES, Side, TwoNetworks
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.training.chunk_size import ChunkSize
-from lightning_retrieval.training.chunked import EmbeddedChunks, back_propagate
-from lightning_retrieval.training.full_sharding import ShardedParts
-from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
+from lightning_retrieval.training.chunked import Embed
+from lightning_retrieval.training.optimizers import trainable_parameters
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
@@ -153,127 +152,30 @@ def with_frozen_side(sides: Any, embedder: Any) -> Any:
     return sides
 
 
-class EmbeddedSide(NamedTuple):
-    """How one side of a batch is embedded in a training step.
+def chunking(module: Any, sides: Sequence[tuple[Embed, Tensor]]) -> tuple[list[int], list[int]]:
+    """How many rows of each side are embedded at a time, and how many of its chunks keep their graphs.
 
-    Args:
-        embed: maps the inputs of this side to embeddings.
-        inputs: the inputs of this process.
-        chunk_size: as for `chunked_backward`.
-        keep_graphs: as for `chunked_backward`.
-        least_chunks: as for `chunked_backward`.
-        frozen: the network of this side if none of its parameters requires a gradient, else None. A frozen network is
-            in evaluation mode and embeds each input once, without a graph.
-        last_backward: as for `chunked_backward`.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    inputs: Tensor
-    chunk_size: int
-    keep_graphs: int = 1
-    least_chunks: int = 1
-    frozen: nn.Module | None = None
-    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks that are embedded."""
-        return max(math.ceil(len(self.inputs) / self.chunk_size), self.least_chunks)
-
-    @property
-    def graphs(self) -> int:
-        """Largest number of graphs that are kept."""
-        if self.frozen is not None:
-            return 0
-        return min(self.keep_graphs, self.chunks)
-
-    @property
-    def passes(self) -> int:
-        """Number of forward and backward passes."""
-        if self.frozen is not None:
-            return self.chunks
-        return 3 * self.chunks - self.graphs
-
-    def embedded(self) -> EmbeddedChunks:
-        """Embed the inputs."""
-        mode: AbstractContextManager[None] = nullcontext()
-        if self.frozen is not None:
-            mode = evaluation_mode(self.frozen)
-        with mode:
-            return EmbeddedChunks(
-                self.embed,
-                self.inputs,
-                self.chunk_size,
-                keep_graphs=self.keep_graphs,
-                least_chunks=self.least_chunks,
-                trained=self.frozen is None,
-            )
-
-
-def embedded_sides(
-    module: Any,
-    inputs: Sequence[Tensor],
-    sharded: ShardedParts | None,
-    searches: Mapping[Side, Any],
-    last_backward: Callable[[], AbstractContextManager[None]],
-) -> list[EmbeddedSide]:
-    """How the images of a batch, or its queries and candidates, are embedded in a step.
+    Candidates keep their graphs first. A side without chunks always keeps its graph, and a frozen network has none.
 
     Args:
         module: a `RetrievalModule`.
-        inputs: the inputs of each side in this process.
-        sharded: the modules that are sharded over the processes; None if there are none.
-        searches: the `ChunkSizeSearch` of each side.
-        last_backward: returns a context for the last backward pass of the step, which completes all gradients.
+        sides: the function that embeds each side, and its inputs in this process.
     """
-    candidates = _embedded_side(module, "candidates", inputs[-1], module.keep_graphs, sharded, searches)
-    if len(inputs) == 1:
-        return [candidates._replace(last_backward=last_backward)]
-    if module.query_embedder is not None and sharded is not None:
-        # The gradients of candidates are complete before those of queries.
-        candidates = candidates._replace(last_backward=sharded.summed)
-    left = max(module.keep_graphs - candidates.graphs, 0)
-    queries = _embedded_side(module, "queries", inputs[0], left, sharded, searches)
-    return [queries._replace(last_backward=last_backward), candidates]
-
-
-def _embedded_side(
-    module: Any,
-    side: Side,
-    inputs: Tensor,
-    keep_graphs: int,
-    sharded: ShardedParts | None,
-    searches: Mapping[Side, Any],
-) -> EmbeddedSide:
-    """How one side is embedded.
-
-    Args:
-        module: as for `embedded_sides`.
-        side: the side. The images of a batch of one side are embedded as candidates.
-        inputs: the inputs of this process.
-        keep_graphs: number of chunks that may keep their graphs. A side without chunks keeps its graph.
-        sharded: as for `embedded_sides`.
-        searches: as for `embedded_sides`.
-    """
-    embed: Callable[[Tensor], Tensor] = module
-    if side == "queries":
-        embed = module.forward_queries
-    check_tensor("inputs", inputs, owner=type(module).__name__)
-    frozen = None
-    if module.query_embedder is not None:
-        frozen = _frozen_network(module, side)
-    chunk_size = chunk_size_of(module.chunk_size, side)
-    if chunk_size is None:
-        return EmbeddedSide(embed, inputs, len(inputs), max(keep_graphs, 1), frozen=frozen)
-    if isinstance(chunk_size, str):
-        if side == "queries":  # the search knows nothing of the graphs of candidates
-            keep_graphs = 0
-        chunk_size = searches[side].find(module, embed, inputs, max(keep_graphs, 1))
-    chunk_size = min(chunk_size, len(inputs))
-    least_chunks = 1
-    if sharded is not None:
-        least_chunks = sharded.least_chunks(math.ceil(len(inputs) / chunk_size), inputs.device)
-    return EmbeddedSide(embed, inputs, chunk_size, keep_graphs, least_chunks, frozen)
+    sizes: list[int] = []
+    graphs: list[int] = []
+    left = module.keep_graphs
+    for side, (embed, inputs) in reversed(list(zip(SIDES[-len(sides) :], sides, strict=True))):
+        size = chunk_size_of(module.chunk_size, side)
+        if size == "auto":  # the search for queries knows nothing of the graphs of candidates
+            kept = module.keep_graphs if side == "candidates" else 1
+            size = module.chunk_size_searches[side].find(module, embed, inputs, kept)
+        has_graph = is_frozen(module, side) or size is None
+        size = min(size or len(inputs), len(inputs))
+        sizes.insert(0, size)
+        graphs.insert(0, max(left, int(has_graph)))
+        if not is_frozen(module, side):
+            left = max(left - math.ceil(len(inputs) / size), 0)
+    return sizes, graphs
 
 
 def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) -> ChunkSize:
@@ -288,58 +190,20 @@ def chunk_size_of(chunk_size: ChunkSize | Mapping[Side, ChunkSize], side: Side) 
     return chunk_size
 
 
-def _frozen_network(module: Any, side: Side) -> nn.Module | None:
-    """One of two networks, that of a side, if none of its parameters is trained, else None.
-
-    A subclass may embed a side with more than its network. Therefore, a network does not count as frozen while a
-    parameter is trained that belongs neither to the other network nor to the loss.
-    """
-    networks: dict[Side, nn.Module] = {"candidates": module.embedder, "queries": module.query_embedder}
-    network = networks.pop(side)
-    if trainable_parameters(network):
-        return None
-    (other,) = networks.values()
-    elsewhere = {*other.parameters(), *module.loss.parameters()}
-    trained = {parameter for _, parameter in trained_parameters(module)}
-    return network if trained <= elsewhere else None
+def is_frozen(module: Any, side: Side) -> bool:
+    """Whether a side has a network of its own, none of whose parameters is trained."""
+    if module.query_embedder is None:
+        return False
+    networks: dict[Side, nn.Module] = {"queries": module.query_embedder, "candidates": module.embedder}
+    return not trainable_parameters(networks[side])
 
 
-def two_sided_backward(
-    queries: EmbeddedSide,
-    candidates: EmbeddedSide,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
-) -> Tensor:
-    """`chunked_backward` for a loss of two sides: the graphs of only one side exist at a time.
-
-    Both sides are embedded, the queries first. The backward pass then goes through the candidates, and at last through
-    the queries. With `keep_graphs=0` for the queries, no graph of a query exists while candidates have graphs.
-
-    Args:
-        queries: the side whose embeddings are the first argument of `loss`.
-        candidates: the side whose embeddings are the second argument of `loss`.
-        loss: maps the embeddings of both sides to a scalar.
-        backward: back-propagates the scalar, as for `chunked_backward`.
-
-    Returns:
-        The value of the loss, without a graph.
-
-    Example:
-        >>> import torch
-        >>> from lightning_retrieval.training.sides import EmbeddedSide, two_sided_backward
-        >>> text, image = torch.nn.Linear(3, 2), torch.nn.Linear(5, 2)
-        >>> texts = EmbeddedSide(text, torch.randn(4, 3), chunk_size=2, keep_graphs=0)
-        >>> images = EmbeddedSide(image, torch.randn(6, 5), chunk_size=2)
-        >>> value = two_sided_backward(texts, images, lambda q, c: (q @ c.T).var())
-        >>> text.weight.grad.shape, image.weight.grad.shape
-        (torch.Size([2, 3]), torch.Size([2, 5]))
-    """
-    of_queries, of_candidates = queries.embedded(), candidates.embedded()
-    embeddings = [of_queries.embeddings, of_candidates.embeddings]
-    value = back_propagate(loss(*embeddings), embeddings, backward)
-    for of_side in embeddings:
-        if of_side.requires_grad and of_side.grad is None:  # the loss ignores this side, perhaps only in this process
-            of_side.grad = torch.zeros_like(of_side)
-    of_candidates.back_propagate(candidates.last_backward)
-    of_queries.back_propagate(queries.last_backward)
-    return value
+@contextmanager
+def frozen_in_evaluation_mode(module: Any) -> Iterator[None]:
+    """Context in which a network of one of two sides that is not trained is in evaluation mode."""
+    with ExitStack() as modes:
+        if is_frozen(module, "queries"):
+            modes.enter_context(evaluation_mode(module.query_embedder))
+        if is_frozen(module, "candidates"):
+            modes.enter_context(evaluation_mode(module.embedder))
+        yield

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_retrieval.distributed import fork_may_deadlock, together
+from lightning_retrieval.distributed import FORK_MAY_DEADLOCK, together
 
 
 @pytest.mark.distributed
@@ -43,7 +43,7 @@ def fork_while_a_thread_waits(this, world):
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(not fork_may_deadlock(*sys.version_info[:3]), reason="this Python forks without a deadlock")
+@pytest.mark.skipif(not FORK_MAY_DEADLOCK, reason="this Python forks without a deadlock")
 def test_threads_finish_before_a_fork_of_several_processes(run_processes):
     assert run_processes(fork_while_a_thread_waits, 2) == [1, 1]
 

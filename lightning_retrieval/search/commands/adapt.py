@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.backend import pl
-from lightning_retrieval.checks import check_bool, check_integer, check_positive, first_line
+from lightning_retrieval.checks import check_integer, check_positive, first_line
 from lightning_retrieval.datamodules.image_table import check_values
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
@@ -176,7 +176,6 @@ def adapt_head(
     check_integer("batch_size", batch_size, least=4, most=LARGEST_LIST)
     check_positive("lr", lr)
     check_integer("max_epochs", max_epochs, least=1)
-    check_bool("overwrite", overwrite)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
     check_new_file(output)
     folder = EmbeddingFolder.load(embeddings)

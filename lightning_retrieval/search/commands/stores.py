@@ -19,7 +19,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, first_line
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
@@ -389,14 +389,13 @@ class IndexWriter:
 
     Raises:
         ValueError: if both `overwrite` and `update` are True, or the existing index cannot be read.
-        TypeError: if `overwrite` or `update` is not a bool.
     """
 
     def __init__(
         self, new: FaissFolder | MilvusCollection, about: Mapping[str, Any], *, overwrite: bool, update: bool
     ) -> None:
-        self._overwrite = check_bool("overwrite", overwrite)
-        if check_bool("update", update) and overwrite:
+        self._overwrite = overwrite
+        if update and overwrite:
             raise InvalidValue("must not be given with `update`", argument="overwrite", cure="give one of them")
         self._new = new
         self._about = dict(about)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.checks import check_instance, first_line
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.preparation.preparation import Preparation
 
@@ -94,9 +94,7 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
     Raises:
         ValueError: if the network cannot be traced, for example because its `forward` depends on the values in a
             tensor.
-        TypeError: if `program` is not an `EmbeddingProgram`.
     """
-    check_instance("program", program, EmbeddingProgram)
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}
     program.to(memory_format=torch.contiguous_format)

@@ -10,7 +10,6 @@ COLUMNS = (
     *("finding", "value", "low", "high", "count"),
     *("image", "label", "split", "other_image", "other_label", "other_split", "reason"),
 )  # of the table
-_FIRST_COLUMNS = 5  # by which a table is recognised, also one of an earlier version
 
 
 def check_suffix(output: Path) -> Path:
@@ -43,7 +42,7 @@ def check_table_target(argument: str, table: Path) -> None:
         argument: name of the argument, for error messages.
         table: path of the table.
     """
-    header = ",".join(f'"{name}"' for name in COLUMNS[:_FIRST_COLUMNS]).encode()
+    header = ",".join(f'"{name}"' for name in COLUMNS).encode()
     if not table.is_file():
         return
     with table.open("rb") as file:

@@ -20,7 +20,6 @@ from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_string
 from lightning_retrieval.files import POSIX, DigestStream
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
@@ -48,10 +47,8 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     Raises:
         ValueError: if faiss does not know the factory string or a parameter, or does not support inner products for
             this kind of index.
-        TypeError: if `factory` or `parameters` is not a string.
     """
     faiss = load_faiss()
-    check_string("factory", factory)
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
@@ -120,9 +117,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
     Raises:
         ValueError: if faiss does not know a parameter for this factory string, or a number of lists or candidates is
             not an integer >= 1.
-        TypeError: if `parameters` is not a string.
     """
-    check_string("parameters", parameters)
     if not parameters:
         return
     _check_counts(parameters)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import as_int64, check_integers, check_tensor, check_unmasked
+from lightning_retrieval.checks import as_int64, check_integers, check_tensor
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
@@ -39,7 +39,6 @@ def _as_tensor(ids: Any) -> Any:
     """A copy of an array of numbers, of any byte order, as a tensor; any other object as it is."""
     if not isinstance(ids, np.ndarray):
         return ids
-    check_unmasked("ids", ids)
     if ids.dtype.kind not in "iuf":
         raise InvalidType("must be integers", argument="ids", got=f"a NumPy array of {ids.dtype}")
     return torch.from_numpy(ids.astype(ids.dtype.newbyteorder("="), order="C"))

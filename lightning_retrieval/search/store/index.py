@@ -18,10 +18,8 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import (
-    check_bool,
-    check_callable,
+    check_finite_number,
     check_integer,
-    check_not_negative,
     check_path,
     first_line,
     short_repr,
@@ -166,8 +164,7 @@ class RetrievalIndex:
     Raises:
         ValueError: if a number is out of range, if faiss does not know the factory string or a parameter, or if faiss
             does not support inner products for this factory string.
-        TypeError: if a number is not an integer, `factory` or `parameters` is not a string, or `about` holds anything
-            but plain values.
+        TypeError: if a number is not an integer, or `about` holds anything but plain values.
 
     Example:
         >>> import numpy as np
@@ -261,7 +258,7 @@ class RetrievalIndex:
             ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
                 a column has an invalid name or is not one of the earlier rows' columns, there are too few rows for the
                 training, faiss cannot add rows, or the index is memory-mapped.
-            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is a single string,
                 or a column has values of other types.
         """
         with owned_by(OWNER), self._lock.editing():
@@ -301,8 +298,7 @@ class RetrievalIndex:
         Raises:
             ValueError: if shapes do not match, a query is not finite, `k` is out of range, `where` is not a condition
                 on the columns, `group_by` is not a column, or faiss cannot filter this kind of index.
-            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
-                string.
+            TypeError: if queries are not floating point, or `k` is not an integer.
         """
         with owned_by(OWNER), self._lock.reading():
             return self._search(queries, self._request(k, where, group_by))
@@ -317,7 +313,7 @@ class RetrievalIndex:
 
         Raises:
             ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
-            TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
+            TypeError: if `k` is not an integer.
         """
         with owned_by(OWNER), self._lock.reading():
             return self._request(k, where, group_by)
@@ -420,7 +416,6 @@ class RetrievalIndex:
             Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
         """
         path = check_path("folder", folder, owner=OWNER)
-        check_callable("launch", launch, may_be_none=True, owner=OWNER)
         with owned_by(OWNER), self._lock.editing():
             check_not_mapped(self.mapped, "add to")
             rows = checked_rows("embeddings", embeddings, self.dim)
@@ -563,10 +558,7 @@ class RetrievalIndex:
         Raises:
             FileNotFoundError: if the folder or one of its files does not exist.
             ValueError: if the index is damaged, or has an unknown format version.
-            TypeError: if `mapped` or `verify` is not a bool.
         """
-        check_bool("mapped", mapped)
-        check_bool("verify", verify)
         path = check_path("folder", folder)
         return read_folder(path, verify, functools.partial(cls._read, path, mapped=mapped))
 
@@ -583,7 +575,7 @@ class RetrievalIndex:
                 raise KeyError(missing[0])
             recall = settings.pop("recall")
             if recall is not None:
-                recall = check_not_negative("recall", recall, most=1)
+                recall = check_finite_number("recall", recall, least=0, most=1)
             count = check_integer("shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)

@@ -27,13 +27,10 @@ from urllib.parse import urlsplit
 from lightning_retrieval.checks import (
     check_choice,
     check_integer,
-    check_mapping,
     check_path,
-    check_string,
     first_line,
     short_repr,
 )
-from lightning_retrieval.files import is_locked
 from lightning_retrieval.invalid import Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.store import conditions
@@ -148,15 +145,11 @@ class MilvusConnection:
         if self.file is None:
             rule, why = "must be the address of Milvus", f"did not answer within {CONNECTING:g} s ({_reason(error)})"
             cure = "nothing was written, so start Milvus there or give another address"
-        elif is_locked(self.file / "LOCK"):
-            rule, why = "must not be in use", "another process has opened"
-            cure = "wait until it has finished, or let a server share the file: milvus-lite server --data-dir FILE"
         return Unreachable(rule, argument="uri", got=f"{self.shown}, which {why}", cure=cure)
 
 
 def is_file(uri: str) -> bool:
     """Whether a URI is the path of a file of Milvus Lite, not an address; raises unless the URI is a string."""
-    check_string("uri", uri)
     return not ADDRESS.match(uri)
 
 
@@ -243,9 +236,7 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
 
     Raises:
         ValueError: if `factory` has another form, or its type of index does not exist.
-        TypeError: if `factory` is not a string.
     """
-    check_string("factory", factory)
     kind, _, assignments = factory.partition(",")
     kind = kind.strip().upper()
     values = _assignments(assignments)
@@ -263,9 +254,7 @@ def search_parameters(parameters: str) -> dict[str, Any]:
 
     Raises:
         ValueError: if `parameters` does not consist of assignments of numbers.
-        TypeError: if `parameters` is not a string.
     """
-    check_string("parameters", parameters)
     values = _assignments(parameters)
     if values is None:
         rule = f"must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or 'nprobe=16'"
@@ -338,7 +327,6 @@ def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, co
     """Return the kind of each column of metadata; raise unless the names and the kinds are valid."""
     if columns is None:
         return {}
-    check_mapping("columns", columns)
     for name, kind in columns.items():
         conditions.check_column_name(name)
         check_choice("columns", kind, conditions.COLUMN_KINDS)
@@ -347,7 +335,6 @@ def check_columns(columns: Mapping[str, conditions.Kind] | None) -> dict[str, co
 
 def check_name(name: str) -> None:
     """Raise unless Milvus accepts this name."""
-    check_string("name", name)
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or len(name) > LONGEST_NAME:
         rule = f"must consist of letters, digits and _, at most {LONGEST_NAME}, and not begin with a digit"
         raise InvalidValue(rule, argument="name", got=repr(name))

@@ -144,7 +144,6 @@ class MilvusStore:
         ValueError: if `uri` is neither a path that ends in `.db` nor an address, or the collection `name` is not an
             index, or its dimension or metric was changed; for a file, also if the number of rows is not the number
             recorded when the index was published or last changed.
-        TypeError: if `uri` or `name` is not a string.
 
     Example:
         >>> import torch
@@ -262,7 +261,7 @@ class MilvusStore:
         Raises:
             ValueError: if shapes do not match, an embedding is zero or not finite, an id is negative or already in the
                 index, a path or a text is too long or not valid Unicode, or the columns are not those of the index.
-            TypeError: if embeddings are not floating point, ids are not integers, `paths` is not a sequence of strings,
+            TypeError: if embeddings are not floating point, ids are not integers, `paths` is a single string,
                 or a column has values of other types.
             OSError: if Milvus reports an error; the message says how many rows were added before.
         """
@@ -319,8 +318,7 @@ class MilvusStore:
         Raises:
             ValueError: if shapes do not match, a query is zero or not finite, `k` is out of range, `where` is not a
                 condition on the columns, or `group_by` is not a column.
-            TypeError: if queries are not floating point, `k` is not an integer, or `where` or `group_by` is not a
-                string.
+            TypeError: if queries are not floating point, or `k` is not an integer.
             OSError: if Milvus reports an error.
         """
         similarities, ids, _, _ = self._search(queries, self.request(k, where, group_by), [ID], [])
@@ -337,7 +335,7 @@ class MilvusStore:
 
         Raises:
             ValueError: if `k` is out of range, `where` is not a condition on the columns, or `group_by` is no column.
-            TypeError: if `k` is not an integer, or `where` or `group_by` is not a string.
+            TypeError: if `k` is not an integer.
         """
         k = check_integer("k", k, least=1, most=MOST_RESULTS)
         return conditions.checked_request(k, where, group_by, self.column_kinds)
@@ -398,7 +396,6 @@ class MilvusStore:
 
         Raises:
             ValueError: if `parameters` does not consist of assignments of positive numbers.
-            TypeError: if `parameters` is not a string.
         """
         milvus.search_parameters(parameters)
         self.parameters = join_parameters(self.parameters, parameters)

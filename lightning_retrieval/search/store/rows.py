@@ -18,9 +18,7 @@ from torch import Tensor
 from lightning_retrieval.checks import (
     check_float,
     check_integer,
-    check_mapping,
     check_strings,
-    check_unmasked,
     has_finite_sum,
 )
 from lightning_retrieval.invalid import InvalidType, InvalidValue
@@ -143,7 +141,6 @@ class ArrayRows:
 
 def _float_dtype(name: str, array: NDArray[Any]) -> np.dtype[Any]:
     """The dtype of a floating-point array in the byte order of the machine; raise if it is another dtype."""
-    check_unmasked(name, array)
     dtype = array.dtype.newbyteorder("=")
     if dtype not in (np.float16, np.float32, np.float64):
         raise InvalidType("must have the dtype float16, float32 or float64", argument=name, got=array.dtype)
@@ -266,7 +263,6 @@ def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
     """Validate the values that are saved with an index: raise unless they can be stored as JSON."""
     if about is None:
         return {}
-    check_mapping("about", about)
     try:
         json.dumps(dict(about))
     except (TypeError, ValueError) as error:

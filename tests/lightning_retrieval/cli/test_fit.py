@@ -227,6 +227,15 @@ def test_a_rule_of_relevance_of_ones_own_in_a_config(tmp_path, monkeypatch):
     assert RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).relevance.size == 2
 
 
+@pytest.mark.refusal
+def test_a_config_of_another_format_is_refused(tmp_path, capsys):
+    path = write_example(tmp_path)
+    path.write_text("# lightning_retrieval format 7\n" + path.read_text())
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(path), *SMALL, *SHORT])
+    assert "format 7" in capsys.readouterr().err
+
+
 def test_the_precision_of_products_is_set_and_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = torch.get_float32_matmul_precision()

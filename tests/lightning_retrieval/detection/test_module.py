@@ -95,6 +95,36 @@ def test_checkpoints_rebuild_the_module_from_plain_values(tmp_path):
         assert torch.equal(one["boxes"], other["boxes"])
 
 
+def continued(folder, change):
+    """The weights of a fused run, and of one that continues from its checkpoint after `change` of the momentum."""
+    settings = {"optimizer": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True)}
+    path, weights = folder / "half.ckpt", []
+    for epochs, resume in ((2, None), (1, None), (2, path)):
+        module = make_module(**settings)
+        module.detector.to(memory_format=torch.channels_last)
+        trainer = make_trainer(folder, max_epochs=epochs)
+        trainer.fit(module, datamodule=make_data(), ckpt_path=resume, weights_only=True)
+        weights.append(weights_of(module.detector))
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+            content = torch.load(path, weights_only=True)
+            for state in content["optimizer_states"][0]["state"].values():
+                state["momentum_buffer"] = change(state["momentum_buffer"])
+            torch.save(content, path)
+    return weights[0], weights[2]
+
+
+def test_a_fused_update_does_not_depend_on_the_order_of_memory_in_a_checkpoint(tmp_path):
+    torch.testing.assert_close(*continued(tmp_path, torch.Tensor.contiguous), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.refusal
+def test_a_state_of_another_shape_is_refused(tmp_path):
+    """A fused update would write beyond its memory."""
+    with pytest.raises(ValueError, match=r"^DetectionModule: .*'momentum_buffer'"):
+        continued(tmp_path, lambda momentum: torch.ones(3))
+
+
 class FirstRegions:
     """The first positive and the first negative regions of each image, in place of random ones."""
 

@@ -21,7 +21,7 @@ from lightning_retrieval.detection import (
 from lightning_retrieval.detection.tiny import TinyPyramid
 from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
 from tests.datamodules.detection.small_voc import write_voc
-from tests.lightning_retrieval.detection.scenes import NOTHING, SceneData, make_batch
+from tests.lightning_retrieval.detection.scenes import NOTHING, make_batch
 from tests.quiet_trainer import quiet_trainer
 from tests.refusals import refusal_test
 
@@ -42,11 +42,6 @@ def training_step(targets=None, **changes):
     module = DetectionModule(tiny())
     batches = [(images, of_scene if targets is None else targets)]
     quiet_trainer(max_epochs=1).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
-
-
-def frozen():
-    detector = tiny().requires_grad_(False)
-    quiet_trainer(max_epochs=1).fit(DetectionModule(detector), datamodule=SceneData(batch_size=2, eval_batch_size=2))
 
 
 def update(detections=None, targets=None, metric=VOCMetrics):
@@ -107,7 +102,6 @@ TABLE = {
     ],
     "DetectionModule": [
         (lambda: DetectionModule(RetinaNet(TinyPyramid(4), 3), DetectionAPLoss()), InvalidType, "detector"),
-        (frozen, InvalidValue, "", "detector"),
         (lambda: training_step([NOTHING, NOTHING]), InvalidValue, "targets"),
         (lambda: training_step(boxes=torch.tensor([[3.0, 3.0, 3.0, 9.0]])), InvalidValue, "boxes"),
         (lambda: training_step(boxes=torch.tensor([[3.0, 3.0, 65.0, 9.0]])), InvalidValue, "boxes"),

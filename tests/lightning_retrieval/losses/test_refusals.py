@@ -79,11 +79,9 @@ TABLE = {
         (lambda: smooth_ap(X, Y, INFINITE, Y), InvalidValue, "ref_emb"),
         (lambda: smooth_ap(X, Y, R, Z, ids=Y, ref_ids=Z[:3]), InvalidValue, "ref_ids"),
         (lambda: smooth_ap(X, Y, (Y, Y, Y, Y)), InvalidType, "ref_emb"),  # what a miner returns
-        (lambda: torch.func.grad(lambda rows: smooth_ap(rows, Y))(X), InvalidType, "embeddings", ""),
         (lambda: SmoothAPLoss().from_scores(SCORES, MASK, MASK.T), InvalidValue, "candidate"),
         (lambda: SmoothAPLoss().from_scores(NAN[:2], MASK), InvalidValue, "scores"),
         (lambda: SmoothAPLoss(class_balanced=True).from_scores(SCORES, MASK), InvalidValue, "class_balanced", ""),
-        (lambda: smooth_ap(X, Y, relevance="tags"), InvalidType, "relevance"),
         (lambda: smooth_ap(X, PAIRS - 2, relevance=SharedTags()), InvalidValue, "labels", "-2"),
         (lambda: smooth_ap(X, Y, relevance=SharedTags()), InvalidValue, "labels"),
         (lambda: smooth_ap(X, Y[:, None], relevance=OtherCamera()), InvalidValue, "labels"),

@@ -80,8 +80,6 @@ TABLE = {
         (lambda: RetrievalMetrics(extra_metrics="mINP"), InvalidType, "extra_metrics"),
         (lambda: RetrievalMetrics(dims=(4, 2)), InvalidValue, "dims"),
         (lambda: RetrievalMetrics(alpha=0), InvalidValue, "alpha"),
-        (lambda: RetrievalMetrics(query_expansion=3), InvalidType, "query_expansion"),
-        (lambda: RetrievalMetrics(relevance="tags"), InvalidType, "relevance"),
         (lambda: update(X.long(), Y), InvalidType, "embeddings"),
         (lambda: update(X[:, 0], Y), InvalidValue, "embeddings"),
         (lambda: update(X * torch.nan, Y), InvalidValue, "embeddings"),
@@ -138,7 +136,6 @@ TABLE = {
         (lambda: revisited(easy=[5]), InvalidValue, "", "query 5"),
         (without_lists, InvalidValue, "", "query 3"),
     ],
-    "nearest_scores": [(lambda: nearest_scores(X), InvalidType, "metrics")],
     "NearestScores": [
         (lambda: two_classes().threshold(1.1), InvalidValue, "false_match_rate"),
         (lambda: two_classes().threshold(-0.1), InvalidValue, "false_match_rate"),

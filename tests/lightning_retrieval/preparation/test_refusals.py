@@ -77,7 +77,6 @@ TABLE = {
     "ImageSet": [(lambda: images(np.asarray), InvalidType, "transform")],
     "ImageFolder": [
         (lambda: ImageFolder(".", transform="plane"), InvalidValue, "transform"),
-        (lambda: ImageFolder(".", eval_transform="no.such"), InvalidType, "eval_transform"),
         (lambda: predict({"function": "a.b"}), InvalidValue, "eval_transform", "a.b"),
         (lambda: predict(Preparation(48), image_size=64), InvalidValue, "", "image_size=64"),
         (lambda: predict(Preparation(reduced_scale=True), reduced_scale=False), InvalidValue, "", "plain"),

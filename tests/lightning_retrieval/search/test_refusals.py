@@ -150,7 +150,6 @@ TABLE = {
         (lambda: add(TWO, np.array([1.0, 2.0])), InvalidType, "ids"),
         (lambda: add(TWO, np.array(["1", "2"])), InvalidType, "ids"),
         (lambda: add(TWO, None, ["a"]), InvalidValue, "paths"),
-        (lambda: add(TWO, None, ["a", 1]), InvalidType, "paths"),
         (lambda: add_columns(**{"a b": [1, 2]}), InvalidValue, "columns"),
         (lambda: add_columns(**{"class": [1, 2]}), InvalidValue, "columns"),
         (lambda: add_columns(a=[1]), InvalidValue, "columns"),

@@ -63,18 +63,6 @@ def test_gradients_are_the_same_bit_for_bit_however_many_graphs_are_kept(size, k
     assert results[0][1].any()
 
 
-@pytest.mark.parametrize("keep_graphs", [0, 1, 6])
-def test_missing_chunks_change_nothing(keep_graphs):
-    """Neither the gradient nor running statistics."""
-    embed, x = net_with(batch_norm(0.1)), images()
-    plain = copy.deepcopy(embed)
-    value = chunked_backward(plain, x, smooth_ap, 4)
-    expected = gradients_of(plain)
-    assert chunked_backward(embed, x, smooth_ap, 4, keep_graphs=keep_graphs, least_chunks=7) == value
-    torch.testing.assert_close(gradients_of(embed), expected, rtol=0, atol=1e-15)
-    assert all(map(torch.equal, embed.buffers(), plain.buffers()))
-
-
 def test_gradients_are_added_to_those_there():
     embed, x = net(), images()
     chunked_backward(embed, x, smooth_ap, 4)

@@ -119,6 +119,18 @@ def test_compiled_and_plain_networks_go_on_from_each_other_s_files(make, plain, 
     assert_alike(module.state_dict(), plain[2]["state_dict"])
 
 
+@pytest.mark.parametrize("make", WAYS[1:])
+def test_a_file_with_the_names_of_wrappers_is_loaded(make, plain, tmp_path):
+    """Such as one that was saved without a run, by `torch.save`."""
+    content = {**plain[1], "state_dict": {}}
+    for name, value in plain[1]["state_dict"].items():
+        content["state_dict"][name.replace("embedder.", "embedder._orig_mod.")] = value
+    torch.save(content, tmp_path / "a.ckpt")
+    module = make()
+    fit(module, 2, tmp_path / "a.ckpt")
+    assert_alike(module.state_dict(), plain[2]["state_dict"])
+
+
 def test_averaged_weights_of_a_compiled_network(tmp_path):
     def averaging():
         return {"callbacks": [EMAWeightAveraging(decay=0.5)], "enable_checkpointing": False}
@@ -135,12 +147,13 @@ def test_averaged_weights_of_a_compiled_network(tmp_path):
 
 
 @pytest.mark.parametrize("make", [plain_module, *WAYS])
-def test_the_network_stays_compiled(make):
+def test_the_network_stays_compiled(make, tmp_path):
     """Calls after a file was written run the compiled code."""
     module = make()
-    module.state_dict()
-    compiled = []
-    module.embedder.backbone.layer.register_forward_hook(lambda *_: compiled.append(torch.compiler.is_compiling()))
+    layer, compiled = next(part for part in module.modules() if isinstance(part, nn.Linear)), []
+    layer.register_forward_hook(lambda *_: compiled.append(torch.compiler.is_compiling()))
+    saved(module, tmp_path / "a.ckpt")
+    compiled.clear()
     module.train()(torch.randn(8, 6))
     assert compiled == [make is not plain_module]
 

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_retrieval import (
     CrossBatchMemory,
@@ -31,7 +31,6 @@ from tests.lightning_retrieval.training.small_training import (
     fit,
     net,
     trainer,
-    warnings_with,
 )
 
 
@@ -118,29 +117,6 @@ def test_a_run_resumed_with_more_epochs_begins_no_phase_again(tmp_path, monkeypa
     assert weights_of(module, run) == [b] * 3
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "step=6.ckpt", weights_only=True, embedder=net())
     assert weights_of(loaded, trainer(max_epochs=2, **flags)) == [a] * 3 + [b] * 3
-
-
-@pytest.mark.refusal
-def test_a_scheduler_that_ends_before_its_run_raises_at_the_start(tmp_path):
-    """`resumable` has a schedule of 12 steps, which a checkpoint keeps."""
-    with pytest.raises(ValueError, match="`lr_scheduler`"):
-        run_from(None, resumable(), max_epochs=5)
-    run_from(None, resumable(), tmp_path, max_epochs=4)
-    with pytest.raises(ValueError, match="`lr_scheduler`"):
-        run_from(tmp_path / "step=12.ckpt", resumable(), max_epochs=5)
-
-
-def test_a_cosine_that_rises_again_in_a_resumed_run_is_warned_of(tmp_path):
-    def cosine(steps):
-        schedule = functools.partial(CosineAnnealingLR, T_max=steps)
-        return RetrievalModule(
-            net(), SmoothAPLoss(tau=0.1), optimizer=SGD, lr_scheduler=schedule, lr_scheduler_interval="step"
-        )
-
-    words = "the learning rate rises again"
-    assert not warnings_with(words, run_from, None, cosine(3), tmp_path, max_epochs=1)
-    assert warnings_with(words, run_from, tmp_path / "step=3.ckpt", cosine(6), max_epochs=2)
-    assert not warnings_with(words, run_from, tmp_path / "step=2.ckpt", cosine(3), max_epochs=1)
 
 
 def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
@@ -244,6 +220,52 @@ def test_a_short_subclass_with_an_argument_of_its_own(tmp_path):
     assert torch.equal(again.eval()(images), module.eval()(images))
 
 
+class OwnParts(RetrievalModule):
+    """Builds its own embedder and loss, and passes all other arguments on."""
+
+    def __init__(self, dim=8, **kwargs):
+        super().__init__(Embedder("glyph_net", dim), SmoothAPLoss(tau=0.1), **kwargs)
+
+
+class OwnDimension(OwnParts):
+    """Also gives an argument of `OwnParts` itself."""
+
+    def __init__(self, factor=1.0, **kwargs):
+        super().__init__(4, **kwargs)
+        self.factor = factor
+
+
+class AnyArguments(RetrievalModule):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+GIVEN = {"chunk_size": 8, "optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        OwnParts(),
+        OwnParts(16, **GIVEN),
+        OwnDimension(factor=2.0, **GIVEN),
+        AnyArguments(Embedder("glyph_net", 8), SmoothAPLoss(), **GIVEN),
+    ],
+    ids=["nothing", "some", "a subclass of it", "positional"],
+)
+def test_a_subclass_gets_the_arguments_again_that_it_has_passed_on(tmp_path, module):
+    """Also a second time, and with other ones."""
+    images, path = torch.rand(3, 1, 32, 32), saved(copy.deepcopy(module), tmp_path / "first.ckpt")
+    again = type(module).load_from_checkpoint(path, weights_only=True)
+    assert dict(again.hparams) == dict(module.hparams)
+    assert (again.chunk_size, getattr(again, "factor", 1)) == (module.chunk_size, getattr(module, "factor", 1))
+    assert getattr(again.optimizer, "keywords", {}) == getattr(module.optimizer, "keywords", {})
+    second = type(module).load_from_checkpoint(saved(again, tmp_path / "second.ckpt"), keep_graphs=2, weights_only=True)
+    assert (second.chunk_size, second.keep_graphs) == (module.chunk_size, 2)
+    assert torch.equal(second.eval()(images), again.eval()(images))
+    assert restored_network(torch.load(path, weights_only=True)) is not None  # for the commands
+
+
 def test_what_cannot_be_described_is_passed_again(tmp_path):
     settings = {"embedder": net(), "loss": Gives(), "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.5)}
     module, run = RetrievalModule(**copy.deepcopy(settings)), trainer()
@@ -260,6 +282,18 @@ class Saves(RetrievalModule):
     def __init__(self, embedder: nn.Module, loss: nn.Module, extra: object = None) -> None:
         super().__init__(embedder, loss)
         self.save_hyperparameters(ignore=["embedder", "loss"])
+
+
+@pytest.mark.refusal
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    path = saved(OwnParts(), tmp_path / "m.ckpt")
+    torch.save({**torch.load(path, weights_only=True), "lightning_retrieval_format": 7}, path)
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        OwnParts.load_from_checkpoint(path)
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        restored_network(torch.load(path, weights_only=True))
+    with pytest.raises(ValueError, match=r"format 1, .* got 7"):
+        run_from(path, OwnParts())
 
 
 def test_a_subclass_that_saves_its_hyperparameters_itself_writes_plain_checkpoints(tmp_path):

@@ -6,14 +6,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
-from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, TwoNetworks, Updates
-from lightning_retrieval.losses import After, Before, WeightedSum
+from lightning_retrieval.losses import WeightedSum
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     LearnedTau,
@@ -106,19 +107,6 @@ def test_loss_lr_factor():
     assert_same(module.loss, loss)
 
 
-@pytest.mark.refusal  # by the type checker
-def test_a_run_is_continued_with_its_parameter_groups_only(tmp_path):
-    """Without the factor, the states would not belong to the parameters."""
-
-    def module(factor):
-        updates = Updates(loss_lr_factor=factor)
-        return RetrievalModule(WithBackbone(), learned_terms(), optimizer=SGD, updates=updates)
-
-    fit(module(4), batches()).save_checkpoint(tmp_path / "half.ckpt")
-    with pytest.raises(ValueError, match="loss_lr_factor"):
-        trainer(max_epochs=2).fit(module(1), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
-
-
 def test_a_parameter_that_the_loss_shares_with_the_network_has_the_rate_of_the_network():
     class Shares(LearnedTau):
         def __init__(self, scale):
@@ -159,17 +147,9 @@ STEPS = 8  # of the schedulers below
 RATES = [0.125, 0.25, 0.5, 0.5, 1.0]  # of WithBackbone with the factors below and the rate 0.5
 FACTORS = {"updates": Updates(layer_decay=0.5, head_lr_factor=2)}
 ONE_CYCLE = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=STEPS, cycle_momentum=False)
-CYCLIC = functools.partial(
-    schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="triangular2", cycle_momentum=False
-)
-
-
-class AbsoluteWarmUp(schedulers.LRScheduler):
-    """All groups begin at one rate, and then reach their own."""
-
-    def get_lr(self):
-        part = min(self.last_epoch / 4, 1)
-        return [0.01 + part * (rate - 0.01) for rate in self.base_lrs]
+CYCLIC = functools.partial(schedulers.CyclicLR, base_lr=0.0, max_lr=0.1, step_size_up=3, cycle_momentum=False)
+ONE_CYCLE_OF_GROUPS = functools.partial(ONE_CYCLE, max_lr=[0.2 * rate for rate in RATES])
+CYCLIC_OF_GROUPS = functools.partial(CYCLIC, max_lr=[0.2 * rate for rate in RATES])
 
 
 class OneRate(schedulers.LRScheduler):
@@ -186,26 +166,30 @@ def sequence(*parts, milestones=(3,)):
 LINEAR = functools.partial(schedulers.LinearLR, start_factor=0.1, total_iters=3)
 
 
+def with_scheduler(scheduler, number=float, **factors):
+    """What `configure_optimizers` returns for an optimizer whose rate is such a number."""
+    optimizer = functools.partial(torch.optim.Adam, lr=number(0.5), foreach=False)
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=optimizer, lr_scheduler=scheduler, **factors)
+    return module.configure_optimizers()
+
+
 @pytest.mark.refusal  # by the type checker
 @pytest.mark.parametrize(
     ("scheduler", "number"),
     [
-        (ONE_CYCLE, float),
-        (ONE_CYCLE, torch.tensor),
-        (lambda optimizer: ONE_CYCLE(optimizer, max_lr=[0.2 * rate for rate in RATES]), float),
-        (CYCLIC, float),
-        (functools.partial(SWALR, swa_lr=0.05, anneal_epochs=4), float),
-        (sequence(LINEAR, ONE_CYCLE), float),
-        (lambda x: schedulers.ChainedScheduler([ONE_CYCLE(x), schedulers.ExponentialLR(x, 0.9)]), float),
-        (functools.partial(schedulers.ReduceLROnPlateau, patience=0, min_lr=0.2), float),
-        (functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS), float),
+        (ONE_CYCLE_OF_GROUPS, float),
+        (ONE_CYCLE_OF_GROUPS, torch.tensor),
+        (CYCLIC_OF_GROUPS, float),
+        (functools.partial(SWALR, swa_lr=[0.1 * rate for rate in RATES], anneal_epochs=4), float),
+        (sequence(LINEAR, ONE_CYCLE_OF_GROUPS), float),
+        (lambda x: schedulers.ChainedScheduler([ONE_CYCLE_OF_GROUPS(x), schedulers.ExponentialLR(x, 0.9)]), float),
+        (functools.partial(schedulers.ReduceLROnPlateau, patience=0), float),
+        (functools.partial(schedulers.LambdaLR, lr_lambda=lambda step: step / STEPS), torch.tensor),
     ],
 )
 def test_schedulers_keep_the_factors_of_the_groups(scheduler, number):
     """At each step, the rates of the groups are one number multiplied by the factors of the groups."""
-    optimizer = functools.partial(torch.optim.Adam, lr=number(0.5), foreach=False)
-    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=optimizer, lr_scheduler=scheduler, **FACTORS)
-    settings = module.configure_optimizers()
+    settings = with_scheduler(scheduler, number, **FACTORS)
     optimizer, built = settings["optimizer"], settings["lr_scheduler"]["scheduler"]
     seen = []
     for _ in range(STEPS - 1):
@@ -217,35 +201,33 @@ def test_schedulers_keep_the_factors_of_the_groups(scheduler, number):
     assert len(set(seen)) > 1
 
 
-def test_cyclic_rates_of_a_resumed_run_are_those_of_one_run(tmp_path):
-    """The rates that the scheduler had multiplied are not multiplied again."""
+@pytest.mark.refusal  # by the type checker
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        OneRate,
+        ONE_CYCLE,
+        CYCLIC,
+        functools.partial(SWALR, swa_lr=0.05),
+        sequence(LINEAR, ONE_CYCLE),
+        sequence(LINEAR, CYCLIC),
+        lambda x: schedulers.ChainedScheduler([ONE_CYCLE(x), schedulers.ExponentialLR(x, 0.9)]),
+    ],
+)
+def test_a_scheduler_that_removes_the_factors_of_the_groups_is_refused(scheduler):
+    for number in (float, torch.tensor):
+        with_scheduler(scheduler, number)  # without factors, it may
+        with pytest.raises(ValueError, match=r"must keep the factors .* a list with a rate for each group"):
+            with_scheduler(scheduler, number, **FACTORS)
 
-    def module():
-        return module_with(WithBackbone(), lr_scheduler=ONE_CYCLE, lr_scheduler_interval="step", **FACTORS)
 
-    whole, first, second = Log(), Log(), Log()
-    fit(module(), batches(), callbacks=[whole], max_epochs=2)
-    fit(module(), batches(), callbacks=[first]).save_checkpoint(tmp_path / "half.ckpt")
-    resumed = trainer(callbacks=[second], max_epochs=2)
-    resumed.fit(module(), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
-    assert first.rates + second.rates == whole.rates
-    assert whole.rates[0] == pytest.approx([0.001, 0.002, 0.004, 0.004, 0.008])  # begins at max_lr / 25
+def test_rates_that_an_optimizer_gives_to_its_groups_are_kept():
+    def with_rates(groups):
+        return torch.optim.SGD([{**group, "lr": 0.1 * number} for number, group in enumerate(groups, start=1)])
 
-
-def test_a_scheduler_that_depends_on_the_rates_of_the_groups_may_begin_at_one_rate():
-    for scheduler, factors, rate in ((AbsoluteWarmUp, FACTORS, 0.01), (OneRate, {}, 0.1)):  # {}: no factors to keep
-        settings = module_with(WithBackbone(), lr_scheduler=scheduler, **factors).configure_optimizers()
-        assert {group["lr"] for group in settings["optimizer"].param_groups} == {rate}
-
-
-@pytest.mark.parametrize(("eta_min", "count"), [(0.2, 1), (0.1, 0)])
-def test_warns_of_a_rate_that_would_rise_to_the_smallest_rate(eta_min, count):
-    scheduler = functools.partial(schedulers.CosineAnnealingLR, T_max=STEPS, eta_min=eta_min)
-    module = module_with(WithBackbone(), lr_scheduler=scheduler, **FACTORS)
-    assert (
-        len(warnings_with("smallest learning rate of the parameter groups, 0.125,", module.configure_optimizers))
-        == count
-    )
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(), optimizer=with_rates, lr_scheduler=LINEAR, **FACTORS)
+    rates = [group["lr"] for group in module.configure_optimizers()["optimizer"].param_groups]
+    assert rates == pytest.approx([0.01 * number * 2 * rate for number, rate in enumerate(RATES, start=1)])
 
 
 def split(groups):
@@ -347,51 +329,6 @@ def test_a_layer_that_is_unfrozen_later_must_be_given_to_the_optimizer():
         fit(module_with(net()), batches(), max_epochs=2, callbacks=[Forgets()])
 
 
-class WithUnused(RetrievalModule):
-    """A head that is used in the steps of these numbers, and in no others."""
-
-    def __init__(self, used_in):
-        super().__init__(net(), SmoothAPLoss(), optimizer=SGD)
-        self.extra_head = nn.Linear(4, 4).double()
-        self.mask_token = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        self.used_in = used_in
-
-    def forward(self, images):
-        embeddings = super().forward(images)
-        if self.global_step in self.used_in:
-            return embeddings + self.extra_head(embeddings)
-        return embeddings
-
-
-@pytest.mark.parametrize(("steps", "used_in", "warns"), [(12, (), 10), (12, (9,), None), (12, (10,), 10), (3, (), 3)])
-def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warning(steps, used_in, warns):
-    messages = warnings_with("no gradient", fit, WithUnused(used_in), batches(steps))
-    assert len(messages) == (warns is not None)
-    for message in messages:
-        assert "`extra_head.weight`, `extra_head.bias`" in message
-        assert f"first {warns} steps" in message
-
-
-class LearnedScale(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.2))
-
-    def forward(self, embeddings, labels):
-        return (self.scale * embeddings - 1).square().mean()
-
-
-def test_a_term_that_begins_later_has_no_gradient_yet_and_nobody_warns():
-    terms = {"pairs": (Before(0.9), ContrastiveLoss()), "ap": (After(0.9), LearnedScale())}
-    module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
-    before = [value.clone() for value in module.loss.parameters()]
-    assert not warnings_with("no gradient", fit, module, batches(11))
-    assert len(before) == 1
-    assert not torch.equal(before[0], next(module.loss.parameters()))
-
-
 VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
 
 
@@ -471,63 +408,122 @@ def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs
     assert log.changed == [False, False, True, True][epochs:]
 
 
-SGD_OF_TENTH = functools.partial(torch.optim.SGD, lr=0.1)
+FUSED = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
 OPTIMIZERS = {
-    "default": ({}, torch.optim.AdamW, True),
-    "own setting": ({"optimizer": functools.partial(torch.optim.AdamW, fused=False)}, torch.optim.AdamW, False),
-    "function": ({"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.1)}, SGD_OF_TENTH, None),
+    "default": (None, torch.optim.AdamW, True),
+    "class": (torch.optim.AdamW, torch.optim.AdamW, None),
+    "settings": (FUSED, functools.partial(torch.optim.AdamW, lr=0.1), True),
+    "function": (lambda groups: torch.optim.SGD(groups, lr=0.1), functools.partial(torch.optim.SGD, lr=0.1), None),
 }
 
 
-@pytest.mark.parametrize(("settings", "plain_optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_default_optimizer_is_fused_and_that_of_a_user_is_the_users(settings, plain_optimizer, fused):
-    module, plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), **settings), net()
-    assert module.configure_optimizers().defaults.get("fused") is fused
+@pytest.mark.parametrize(("optimizer", "plain_optimizer", "fused"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_default_optimizer_is_fused_and_that_of_a_user_is_the_users(optimizer, plain_optimizer, fused):
+    module, plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=optimizer), net()
+    assert module.configure_optimizers().defaults["fused"] is fused
     train_plainly(plain, plain_optimizer(plain.parameters()), batches())
     fit(module, batches())
     for one, other in zip(module.embedder.parameters(), plain.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_a_file_leaves_open_whether_updates_are_fused(is_fused, tmp_path):
-    """So a run goes on with other devices."""
-
-    def module(is_fused):
-        settings = {} if is_fused else {"optimizer": lambda groups: torch.optim.AdamW(groups)}
-        return RetrievalModule(net(), SmoothAPLoss(), **settings)
-
-    fit(module(not is_fused), batches()).save_checkpoint(tmp_path / "half.ckpt")
-    run = trainer(max_epochs=2)
-    run.fit(module(is_fused), DataLoader(batches(), batch_size=None), ckpt_path=tmp_path / "half.ckpt")
-    assert bool(run.optimizers[0].param_groups[0]["fused"]) == is_fused
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_of_a_fused_optimizer_are_clipped(precision):
+    """With a rate of 1, the weights change by the clipped gradient."""
+    sgd, updates = functools.partial(torch.optim.SGD, lr=1.0, fused=True), Updates(gradient_clip_val=1e-3)
+    module = RetrievalModule(net().float(), SmoothAPLoss(tau=0.1), optimizer=sgd, updates=updates)
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    fit(module, [(images.float(), labels) for images, labels in batches(1)], precision=precision)
+    change = nn.utils.parameters_to_vector(module.parameters()) - before
+    assert change.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 4, sparse=True), lambda: net().half()])
-def test_sparse_gradients_and_parameters_of_16_bits_have_no_fused_update(make):
+def sliced():
+    """A network whose weight is a part of a larger one, between whose rows other values lie in memory."""
+    network = nn.Linear(6, 4)
+    network.weight = nn.Parameter(torch.randn(4, 12)[:, :6])
+    return network
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 4, sparse=True), lambda: net().half(), sliced])
+def test_sparse_gradients_parameters_of_16_bits_and_slices_have_no_fused_update(make):
     module = RetrievalModule(make(), SmoothAPLoss(tau=0.1))
     assert not module.configure_optimizers().defaults["fused"]
 
 
-def test_a_fused_update_does_not_depend_on_the_order_of_memory_in_a_checkpoint(tmp_path):
-    """torch would read a state in another order than that of its parameter as if it had the same one."""
+def test_the_default_optimizer_is_not_fused_if_losses_are_scaled():
+    """Lightning would not unscale its gradients before they are clipped."""
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    module = RetrievalModule(net().float(), SmoothAPLoss(tau=0.1), updates=Updates(gradient_clip_val=1.0))
+    run = fit(module, [(images.float(), labels) for images, labels in batches()], plugins=scaled)
+    assert not run.optimizers[0].defaults["fused"]
 
-    def run(epochs, **settings):
-        torch.manual_seed(0)
-        embedder = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()).to(memory_format=torch.channels_last)
-        optimizer = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
-        module = RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=optimizer)
-        points = torch.utils.data.TensorDataset(torch.randn(24, 2, 5, 5), torch.arange(24) // 2)
-        run = trainer(max_epochs=epochs)
-        run.fit(module, DataLoader(points, 8), **settings)
-        return embedder[0].weight, run
 
-    whole, _ = run(2)
-    _, half = run(1)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    content = torch.load(tmp_path / "half.ckpt", weights_only=True)
+class OwnOptimizer(RetrievalModule):
+    """Its own `configure_optimizers` makes the optimizer."""
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+def of_convolutions(kind=RetrievalModule, optimizer=FUSED):
+    """A module whose weight has its channels last in memory."""
+    torch.manual_seed(0)
+    embedder = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    return kind(embedder, SmoothAPLoss(tau=0.1), optimizer=optimizer)
+
+
+def run_on(module, epochs, **settings):
+    torch.manual_seed(1)
+    points = torch.utils.data.TensorDataset(torch.randn(24, 2, 5, 5), torch.arange(24) // 2)
+    run = trainer(max_epochs=epochs)
+    run.fit(module, DataLoader(points, 8), **settings)
+    return run
+
+
+def change_states(path, change):
+    """Replace the tensors in the states of the optimizer of a checkpoint by `change(name, tensor)`."""
+    content = torch.load(path, weights_only=True)
     for state in content["optimizer_states"][0]["state"].values():
-        state.update({name: value.contiguous() for name, value in state.items()})
-    torch.save(content, tmp_path / "half.ckpt")
-    resumed, _ = run(2, ckpt_path=tmp_path / "half.ckpt")
-    torch.testing.assert_close(resumed, whole, rtol=1e-4, atol=1e-6)
+        state.update({name: change(name, value) for name, value in state.items()})
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("kind", [RetrievalModule, OwnOptimizer])
+@pytest.mark.parametrize("was_fused", [True, False])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_resumed_run_has_its_own_update_whatever_that_of_the_file_was(kind, was_fused, is_fused, tmp_path):
+    """Also if the file has states in another order of memory, which a fused update would read as in the same one."""
+
+    def made(is_fused):
+        return of_convolutions(kind, functools.partial(torch.optim.AdamW, lr=0.1, fused=is_fused))
+
+    whole, resumed = made(False), made(is_fused)
+    run_on(whole, 2)
+    run_on(made(was_fused), 1).save_checkpoint(tmp_path / "half.ckpt")
+    change_states(tmp_path / "half.ckpt", lambda name, value: value.contiguous())
+    run = run_on(resumed, 2, ckpt_path=tmp_path / "half.ckpt")
+    assert run.optimizers[0].param_groups[0]["fused"] == is_fused
+    torch.testing.assert_close(resumed.embedder[0].weight, whole.embedder[0].weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("kind", [RetrievalModule, OwnOptimizer])
+def test_a_state_of_another_shape_is_refused(kind, tmp_path):
+    """A fused update would write beyond its memory."""
+    run_on(of_convolutions(kind), 1).save_checkpoint(tmp_path / "half.ckpt")
+    change_states(tmp_path / "half.ckpt", lambda name, value: value[:1] if name == "exp_avg" else value)
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: .*'exp_avg'"):
+        run_on(of_convolutions(kind), 2, ckpt_path=tmp_path / "half.ckpt")
+
+
+def test_a_state_of_another_shape_is_loaded_if_the_optimizer_has_such_states(tmp_path):
+    """Adafactor keeps a number for each row and column."""
+    adafactor = functools.partial(torch.optim.Adafactor, lr=0.1)
+    whole, resumed = (RetrievalModule(net().float(), SmoothAPLoss(), optimizer=adafactor) for _ in range(2))
+    data = [(images.float(), labels) for images, labels in batches()]
+    fit(whole, data, max_epochs=2)
+    half = RetrievalModule(net().float(), SmoothAPLoss(), optimizer=adafactor)
+    fit(half, data).save_checkpoint(tmp_path / "half.ckpt")
+    trainer(max_epochs=2).fit(resumed, DataLoader(data, batch_size=None), ckpt_path=tmp_path / "half.ckpt")
+    assert_same(resumed.embedder, whole.embedder)

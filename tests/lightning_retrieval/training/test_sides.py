@@ -39,7 +39,7 @@ from lightning_retrieval.losses.batch_loss import BatchLoss
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
 from tests.quiet_trainer import quiet_trainer
 
-QUERIES, CANDIDATES = 7, 10  # rows of a batch, of which the sizes of chunks are 3 + 3 + 1 and 4 + 4 + 2, for example
+QUERIES, CANDIDATES = 6, 10  # rows of a batch, of which the sizes of chunks are 4 + 2 and 4 + 4 + 2, for example
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -423,7 +423,7 @@ def test_the_sizes_of_both_sides_are_logged(tmp_path):
     module = module_of(SmoothAPLoss(), "both", chunk_size={"queries": 2, "candidates": None}, memory=memory)
     fit(module, pairs(), logger=CSVLogger(tmp_path, "", 0))
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
-    sizes = {"images": 17, "queries": 7, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
+    sizes = {"images": 16, "queries": 6, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
     assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
 
 
@@ -489,14 +489,15 @@ RUNS = {
     "rule": {"relevance": OtherCamera(), "sides": TwoNetworks(query_net())},
 }
 APART = "each process by itself"
+UNEQUAL = "unequal shards"
 SHARDED = ["memory", "sum", "frozen", "one network"]
 
 
 class Shares(IterableDataset):
-    """Each process's rows of the batches; the whole batches for one process."""
+    """Each process's rows of the batches, equally many if `equal`; the whole batches for one process."""
 
-    def __init__(self, name, world):
-        self.name, self.world = name, world
+    def __init__(self, name, world, equal):
+        self.name, self.world, self.equal = name, world, equal
 
     def __iter__(self):
         for batch in pairs():
@@ -505,7 +506,7 @@ class Shares(IterableDataset):
                 rows = slice(None)
                 if self.world > 1:
                     rows = [slice(FIRST[side]), slice(FIRST[side], None)][dist.get_rank()]
-                if self.name == APART:
+                if self.equal:
                     rows = share_of(dist.get_rank(), side)
                 shares[side] = self.form(side, *(column[rows] for column in columns))
             yield shares
@@ -521,7 +522,7 @@ class Shares(IterableDataset):
 
 
 def share_of(rank, side):
-    """The rows of a process without gathering, of which all processes must have the same number."""
+    """The rows of a process without gathering or with a sharded network: all processes must have as many."""
     size = {"queries": 3, "candidates": 5}[side]
     return slice(rank * size, (rank + 1) * size)
 
@@ -538,7 +539,9 @@ def run_of(name, world, sharded=False):
         strategy, plugins = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False), [DoublePrecision()]
     log = Log()
     trainer = quiet_trainer(max_steps=3, devices=world, strategy=strategy, plugins=plugins, callbacks=[log, Whole()])
-    trainer.fit(module, DataLoader(Shares(name, world), batch_size=None))
+    trainer.fit(
+        module, DataLoader(Shares(name, world, name == APART or (sharded and name != UNEQUAL)), batch_size=None)
+    )
     assert module.is_sharded == sharded
     return {"weights": module.whole, "losses": log.losses, "memory": module.memory and len(module.memory)}
 
@@ -554,16 +557,16 @@ class Whole(pl.Callback):
             module.whole.append(full.detach().clone())
 
 
-def message_of(name, world):
+def message_of(name, world, sharded=False):
     with pytest.raises(ValueError, match="RetrievalModule: ") as raised:
-        run_of(name, world)
+        run_of(name, world, sharded)
     return str(raised.value)
 
 
 def in_each_process(rank, world):
     found = {name: run_of(name, world) for name in [*RUNS, APART]}
     found |= {f"sharded {name}": run_of(name, world, sharded=True) for name in SHARDED}
-    return {**found, "empty": message_of("empty", world)}
+    return {**found, "empty": message_of("empty", world), UNEQUAL: message_of(UNEQUAL, world, sharded=True)}
 
 
 @pytest.fixture(scope="module")
@@ -602,4 +605,10 @@ def test_without_gathering_the_loss_is_the_mean_of_the_processes(two):
 
 def test_a_side_that_is_empty_in_one_process_raises_in_all(two):
     for found in two:
-        assert "at least one query and one candidate" in found["empty"]
+        assert "at least one row" in found["empty"]
+
+
+def test_a_sharded_network_refuses_unequal_shards_in_all_processes(two):
+    """The processes embed each chunk together, so that one of them would wait forever."""
+    for found in two:
+        assert "equally many rows" in found[UNEQUAL]
