@@ -11,15 +11,7 @@ are the percentages of these steps. "step" is the time of the other steps, witho
 first process.
 
 "sent" counts the bytes that were passed to the collectives, as if none of them sent anything twice. It does not include
-DDP's broadcast of the buffers of batch norms (6 kB here). "model" is the result of
-`lightning_retrieval.training.run_report.step_traffic`,
-
-    (W - 1) / W x (B (4 D + 16) + 4 B D + 8 x parameters) bytes, for B rows, D dimensions and W processes:
-
-the gathered rows with label and id, the gradients of the rows, and the sums of the gradients of the parameters.
-"predicted" divides it by the bandwidth of an all-reduce of 64 MiB, measured in the same processes. It is a lower bound,
-since each of the five collectives also takes some time that does not depend on its size. The benchmark takes two
-minutes on two cores.
+DDP's broadcast of the buffers of batch norms (6 kB here). The benchmark takes two minutes on two cores.
 
 With `--weights`, GlyphNet takes six steps of AdamW on Glyphs, with torch's learning rate of 0.001, in each precision.
 The weights are compared with those of one process that embeds the whole batch of 64 at once: the largest difference of
@@ -49,7 +41,6 @@ from torch.utils.data import Dataset
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import Glyphs, PKSampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.training.run_report import step_traffic
 
 PER_CLASS, MB = 4, 1e6
 WARM_UP = 2  # steps
@@ -135,15 +126,15 @@ SENT: dict[str, Callable[..., float]] = {
 }
 
 
-def train(world: int, batch: int, dim: int, runs: int) -> tuple[Clock, int]:
-    """Run `runs` steps of each kind; returns the clock and the number of parameters."""
+def train(world: int, batch: int, dim: int, runs: int) -> Clock:
+    """Run `runs` steps of each kind; returns the clock."""
     torch.manual_seed(0)
     module = RetrievalModule(Embedder("glyph_net", dim, freeze_batch_norm=True), SmoothAPLoss())
     data = Noise(batch, WARM_UP + 2 * runs)
     sampler = PKSampler(data.labels, classes_per_batch=batch // PER_CLASS, samples_per_class=PER_CLASS)
     clock = Clock()
     trainer_of(world, callbacks=[clock]).fit(module, RetrievalDataLoader(data, sampler))
-    return clock, sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return clock
 
 
 def trainer_of(world: int, **settings: Any) -> pl.Trainer:
@@ -226,17 +217,6 @@ def compare_weights(steps: int, folder: str) -> list[dict[str, Any]]:
     return rows
 
 
-def bandwidth(size: int) -> float:
-    """Bytes per second that each process sends in a large all-reduce."""
-    tensor, seconds = torch.zeros(size // 4), []
-    for _ in range(6):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        seconds.append(time.perf_counter() - start)
-    return SENT["all_reduce"](tensor) / statistics.median(seconds[1:])
-
-
 def one_process(rank: int, world: int, threads: int, cases: list[tuple[int, int]], quick: bool, folder: str) -> None:
     """Measure all cases; the first process saves its rows of the table."""
     warnings.filterwarnings("ignore")
@@ -247,12 +227,10 @@ def one_process(rank: int, world: int, threads: int, cases: list[tuple[int, int]
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher sets them
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for batch, dim in cases:
-        clock, parameters = train(world, batch, dim, 1 if quick else 5)
+        clock = train(world, batch, dim, 1 if quick else 5)
         row: dict[str, Any] = {"processes": world, "batch": batch, "dim": dim, "step": _timing(clock.steps)}
         if world > 1:
-            predicted_bytes = sum(step_traffic(batch, dim, parameters, world).values())
-            rate = bandwidth(1 << (16 if quick else 26))
-            row |= communication(clock, predicted_bytes, rate)
+            row |= communication(clock)
         rows.append(row)
     if rank == 0:
         torch.save(rows, Path(folder) / f"rows{world}.pt")
@@ -260,7 +238,7 @@ def one_process(rank: int, world: int, threads: int, cases: list[tuple[int, int]
         dist.destroy_process_group()
 
 
-def communication(clock: Clock, predicted_bytes: float, rate: float) -> dict[str, Any]:
+def communication(clock: Clock) -> dict[str, Any]:
     """The columns of a row of several processes."""
     names = clock.with_barriers[0]
     columns = {name: [step[name] for step in clock.with_barriers] for name in names}
@@ -269,10 +247,7 @@ def communication(clock: Clock, predicted_bytes: float, rate: float) -> dict[str
         "waiting %": 100 * sum(columns["waiting"]) / step_seconds,
         "transfer %": 100 * sum(columns["transfer"]) / step_seconds,
         "transfer": _timing(columns["transfer"]),
-        "predicted ms": 1000 * predicted_bytes / rate,
         "sent MB": columns["sent"][0] / MB,
-        "model MB": predicted_bytes / MB,
-        "bandwidth MB/s": rate / MB,
     }
 
 

@@ -348,17 +348,14 @@ class RetrievalDataLoader(DataLoader[Any]):
             self._rank_sampler.next_batch += 1
             yield batch
 
-    def check_first_batch(
-        self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True, side: Side | None = None
-    ) -> None:
+    def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, side: Side | None = None) -> None:
         """Compare the first batch of the latest iteration with the images that the sampler drew.
 
         `RetrievalModule` calls this method.
 
         Args:
-            labels: labels of the batch, of shape (batch,) or (batch, levels).
-            ids: ids of the batch, of shape (batch,), or None.
-            gathered: whether the labels and ids are of the whole global batch, or only of this process's shard.
+            labels: labels of the global batch, of shape (batch,) or (batch, levels).
+            ids: ids of the global batch, of shape (batch,), or None.
             side: the side of the batch that the labels and ids are of; None for a batch without sides.
 
         Raises:
@@ -369,10 +366,7 @@ class RetrievalDataLoader(DataLoader[Any]):
         section = sampler.sections(drawn).get(side)
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides
             return
-        shard, shards = 0, 1
-        if not gathered:
-            shard, shards = rank(), world_size()
-        drawn = [drawn[position] for position in shard_positions([section], shard, shards)]
+        drawn = drawn[section.begin : section.end]
         if ids is not None:
             _check_ids(sampler, [index - section.first_index for index in drawn], ids.tolist())
             ids = ids + section.first_index

@@ -35,17 +35,14 @@ _CLASS = re.compile(
 _TRAINER, _FABRIC = 0, 1
 # The names that the library uses, with the module of the Trainer's package (or of Fabric, below) that defines them.
 _OF_TRAINER = {
-    "BackboneFinetuning": "callbacks",
     "BaseFinetuning": "callbacks",
     "BatchSizeFinder": "callbacks",
-    "BitsandbytesPrecision": "plugins",
     "CSVLogger": "loggers.csv_logs",
     "Checkpoint": "callbacks",
     "CombinedLoader": "utilities",
     "DDPStrategy": "strategies",
     "DeepSpeedStrategy": "strategies",
     "ExperimentWriter": "loggers.csv_logs",
-    "GradientAccumulationScheduler": "callbacks",
     "LearningRateFinder": "callbacks",
     "LightningArgumentParser": "cli",
     "LightningCLI": "cli",
@@ -58,13 +55,11 @@ _OF_TRAINER = {
     "SaveConfigCallback": "cli",
     "SingleDeviceStrategy": "strategies",
     "SingleDeviceXLAStrategy": "strategies.single_xla",
-    "SpikeDetection": "callbacks",
     "StochasticWeightAveraging": "callbacks",
     "TQDMProgressBar": "callbacks",
     "TensorBoardLogger": "loggers",
     "TrainerFn": "trainer.states",
     "TrainerStatus": "trainer.states",
-    "TransformerEnginePrecision": "plugins",
     "WandbLogger": "loggers",
     "WeightAveraging": "callbacks",
     "XLAStrategy": "strategies.xla",
@@ -107,17 +102,14 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from lightning_fabric.utilities.cloud_io import get_filesystem as get_filesystem
     from lightning_fabric.utilities.data import sized_len as sized_len
     from lightning_fabric.utilities.exceptions import MisconfigurationException as MisconfigurationException
-    from pytorch_lightning.callbacks import BackboneFinetuning as BackboneFinetuning
     from pytorch_lightning.callbacks import BaseFinetuning as BaseFinetuning
     from pytorch_lightning.callbacks import BatchSizeFinder as BatchSizeFinder
     from pytorch_lightning.callbacks import Checkpoint as Checkpoint
-    from pytorch_lightning.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
     from pytorch_lightning.callbacks import LearningRateFinder as LearningRateFinder
     from pytorch_lightning.callbacks import ModelCheckpoint as ModelCheckpoint
     from pytorch_lightning.callbacks import ModelPruning as ModelPruning
     from pytorch_lightning.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
     from pytorch_lightning.callbacks import ProgressBar as ProgressBar
-    from pytorch_lightning.callbacks import SpikeDetection as SpikeDetection
     from pytorch_lightning.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from pytorch_lightning.callbacks import TQDMProgressBar as TQDMProgressBar
     from pytorch_lightning.callbacks import WeightAveraging as WeightAveraging
@@ -134,8 +126,6 @@ if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     from pytorch_lightning.loggers.csv_logs import CSVLogger as CSVLogger
     from pytorch_lightning.loggers.csv_logs import ExperimentWriter as ExperimentWriter
     from pytorch_lightning.loggers.logger import Logger as Logger
-    from pytorch_lightning.plugins import BitsandbytesPrecision as BitsandbytesPrecision
-    from pytorch_lightning.plugins import TransformerEnginePrecision as TransformerEnginePrecision
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as _WrappingCheckpointIO
     from pytorch_lightning.strategies import DDPStrategy as DDPStrategy
     from pytorch_lightning.strategies import DeepSpeedStrategy as DeepSpeedStrategy

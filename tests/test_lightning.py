@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning import callbacks
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, XLAStrategy
 from pytorch_lightning.tuner import Tuner
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -26,7 +26,7 @@ from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.invalid import InvalidValue, owned_by
-from lightning_retrieval.training.trainer_checks import check_trainer
+from lightning_retrieval.training.first_steps import check_trainer
 from tests.lightning_retrieval.training import small_training
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
@@ -410,8 +410,9 @@ def tune(method):
 def check_strategy(kind, **settings):
     """Ask without a run, since the packages and the devices of some strategies need not be there."""
     strategy = kind(**settings) if settings else object.__new__(kind)
-    flags = dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "precision_plugin", "lightning_module"))
-    check_trainer(SimpleNamespace(**flags, strategy=strategy, callbacks=[], accumulate_grad_batches=1))
+    state = SimpleNamespace(fn="fit")
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[], overfit_batches=0, state=state)
+    check_trainer(SimpleNamespace(trainer=trainer))
 
 
 HOOK = {"ddp_comm_hook": fp16_compress_hook}
@@ -419,21 +420,17 @@ EVERY_SECOND = callbacks.ModelCheckpoint(train_time_interval=timedelta(seconds=1
 BETWEEN_VALIDATIONS = callbacks.ModelCheckpoint(monitor="val/mAP", every_n_train_steps=2)
 TABLE = {
     "RetrievalModule": [
-        (fit_with(accumulate_grad_batches=4), InvalidValue, "", "chunk_size"),
-        (fit_with(gradient_clip_val=0.5), InvalidValue, "", "updates=Updates(gradient_clip_val=0.5)"),
-        (fit_with(gradient_clip_algorithm="value"), InvalidValue, "", "Updates(gradient_clip_algorithm='value')"),
         (fit_with(overfit_batches=2), InvalidValue, "", "limit_train_batches"),
-        (fit_with(callbacks.BackboneFinetuning()), InvalidValue, "", "BackboneFinetuning"),
         (fit_with(callbacks.BatchSizeFinder()), InvalidValue, "", "chunk_size='auto'"),
-        (fit_with(callbacks.GradientAccumulationScheduler({0: 2})), InvalidValue, "", "chunk_size"),
         (fit_with(callbacks.LearningRateFinder()), InvalidValue, "", "LearningRateFinder"),
         (fit_with(callbacks.StochasticWeightAveraging(swa_lrs=0.1)), InvalidValue, "", "EMAWeightAveraging"),
         (fit_with(EVERY_SECOND), InvalidValue, "", "every_n_train_steps"),
         (fit_with(BETWEEN_VALIDATIONS), InvalidValue, "", "another ModelCheckpoint"),
-        (lambda: check_strategy(DDPStrategy, static_graph=True), InvalidValue, "", "static_graph=True"),
+        (lambda: check_strategy(DDPStrategy, static_graph=True), InvalidValue, "", "static_graph"),
         (lambda: check_strategy(DDPStrategy, **HOOK), InvalidValue, "", "ddp_comm_hook"),
         (lambda: check_strategy(DDPStrategy, model_averaging_period=4), InvalidValue, "", "model_averaging_period"),
         (lambda: check_strategy(FSDPStrategy), InvalidValue, "", "FSDPStrategy"),
+        (lambda: check_strategy(XLAStrategy), InvalidValue, "", "XLAStrategy"),
         (lambda: check_strategy(DeepSpeedStrategy), InvalidValue, "", "DeepSpeedStrategy"),
         (lambda: tune("lr_find"), InvalidValue, "", "LearningRateFinder"),
         (lambda: tune("scale_batch_size"), InvalidValue, "", "chunk_size='auto'"),

@@ -186,16 +186,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """The sampler itself, because Lightning looks for `set_epoch` here if a plain `DataLoader` has the sampler.
 
         Raises:
-            ValueError: as `check_one_process`.
-        """
-        self.check_one_process()
-        return self
-
-    def check_one_process(self) -> None:
-        """Check that the sampler may be used without a `RetrievalDataLoader`, which does not call this method.
-
-        Raises:
-            ValueError: if there are several processes, which would all draw the same batches.
+            ValueError: if there are several processes, which would all draw the same batches without a
+                `RetrievalDataLoader`, which does not read this property.
         """
         processes = world_size()
         if processes > 1:
@@ -206,6 +198,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
                 "RetrievalDataLoader",
                 cure=f"use RetrievalDataLoader(dataset, {self.name}(...)), which needs no flag of the Trainer",
             )
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""

@@ -40,8 +40,6 @@ Self = TypeVar("Self", bound="Embedder")
 MOST_DIM = 1 << 20  # largest dimension of embeddings and features
 Dim = Annotated[int, integers(1, MOST_DIM)]
 
-_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module into which weights have been loaded
-
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
 
@@ -175,8 +173,6 @@ class Embedder(PretrainedModule):
         self._recorded: list[Tensor] | None = None  # the pooled features of the calls in `recorded_features`
         self._given: Iterator[Tensor] | None = None  # the pooled features of the calls in `without_head`
         self.head = self._new_head()
-        for part in (self, self.backbone):
-            part.register_load_state_dict_post_hook(note_loaded_weights)
         self._prepare_backbone()
         self._freeze()
 
@@ -234,12 +230,6 @@ class Embedder(PretrainedModule):
         if features.ndim == 4:
             features = self.pool(features)
         return features
-
-    @property
-    def has_random_weights(self) -> bool:
-        """Whether the backbone was built by name with random weights, and no weights have been loaded since."""
-        has_loaded = has_loaded_weights(self) or has_loaded_weights(self.backbone)
-        return self.backbone_name is not None and self.weights is None and not has_loaded
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
@@ -386,13 +376,3 @@ class Embedder(PretrainedModule):
         for module in self.backbone.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
-
-
-def note_loaded_weights(module: nn.Module, _: Any) -> None:
-    """Hook of `load_state_dict`, for `has_loaded_weights`."""
-    setattr(module, _HAS_LOADED_WEIGHTS, True)
-
-
-def has_loaded_weights(module: nn.Module) -> bool:
-    """Whether weights have been loaded into a module that has the hook `note_loaded_weights`."""
-    return getattr(module, _HAS_LOADED_WEIGHTS, False)

@@ -15,7 +15,7 @@ from lightning_retrieval.checks import check_integer, is_traced, short_repr
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
-from lightning_retrieval.models.embedder import Dim, has_loaded_weights, note_loaded_weights
+from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
 from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
@@ -173,9 +173,6 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-        parts: tuple[nn.Module, ...] = (self, self.backbone)
-        for part in parts:
-            part.register_load_state_dict_post_hook(note_loaded_weights)
 
     @property
     def tokenizer(self) -> Any:
@@ -189,12 +186,6 @@ class TextEmbedder(nn.Module):
             rule = f"of {self.backbone_name} must be loaded with the weights"
             raise InvalidValue(rule, "TextEmbedder", "tokenizer", cure="load the state dict first")
         return self._tokenizer
-
-    @property
-    def has_random_weights(self) -> bool:
-        """Whether the backbone was built with random weights, and no weights have been loaded since."""
-        has_loaded = has_loaded_weights(self) or has_loaded_weights(self.backbone)
-        return self.weights is None and not has_loaded
 
     def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
         """Embed a batch of texts.

@@ -27,6 +27,7 @@ from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.first_steps import check_filled, check_start, check_trainer, keeps_parameters
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.missed_validation import MissedValidation
 from lightning_retrieval.training.optimizers import (
@@ -38,14 +39,6 @@ from lightning_retrieval.training.optimizers import (
 from lightning_retrieval.training.restored_states import check_links
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
-from lightning_retrieval.training.trainer_checks import (
-    check_draws_images,
-    check_filled,
-    check_samplers,
-    check_trainer,
-    keeps_parameters,
-    warn_of_half_parameters,
-)
 
 DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
 
@@ -115,8 +108,7 @@ class OptimizedModule(CheckpointedModule):
 
     @owned
     def on_train_start(self) -> None:
-        """Raise if all of several processes would draw the same batches; adapt the loaded states of the optimizers."""
-        check_samplers(self.trainer)
+        """Adapt the loaded states of the optimizers."""
         if keeps_parameters(self.trainer.strategy):
             for optimizer in self.trainer.optimizers:
                 match_states(optimizer)
@@ -349,7 +341,7 @@ class ManualTraining(OptimizedModule):
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         strategy = self.trainer.strategy
-        check_trainer(self.trainer)
+        check_trainer(self)
         MissedValidation.install(self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)
         if isinstance(strategy, DDPStrategy):
@@ -365,15 +357,10 @@ class ManualTraining(OptimizedModule):
 
     @owned
     def on_train_start(self) -> None:
-        """Raise if weights are missing, a loader cannot be used, or a plateau gets no validation.
-
-        Warn of parameters of 16 bits.
-        """
+        """Check the run with `check_start`; raise if a plateau gets no validation."""
         super().on_train_start()
-        check_filled(self)
-        warn_of_half_parameters(self)
+        check_start(self, steps_of_run(self.trainer))
         trainer: Any = self.trainer
-        check_draws_images(trainer)
         check_links(trainer.callbacks)
         if not trainer.enable_validation or _validates_after_last_batch(trainer):
             return

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_tensor
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
-from lightning_retrieval.losses.third_party import check_references
+from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.third_party import as_batch_loss, check_references
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales
 from lightning_retrieval.models.retrieval_network import embed_at_scales, normalized_inputs
 from lightning_retrieval.models.sides import SIDES, Side, TwoSides
@@ -27,6 +28,7 @@ from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.batch import GATHER_DTYPES, GatherDtype, GlobalBatch, GlobalRows, gather_labels
 from lightning_retrieval.training.chunk_size import ChunkSizeSearch, check_chunk_size
 from lightning_retrieval.training.chunked import Embed, sides_backward
+from lightning_retrieval.training.first_steps import check_first_batch
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -35,10 +37,10 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run, steps_of_run
+from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import FrozenBackbone, Updates, check_backbone, trainable_parameters
-from lightning_retrieval.training.run_report import report_first_step, report_resumed_phase
+from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.sides import (
     Unpacked,
     chunking,
@@ -49,15 +51,6 @@ from lightning_retrieval.training.sides import (
     unpack,
     unpack_sides,
     with_frozen_side,
-)
-from lightning_retrieval.training.trainer_checks import (
-    adapt_loss,
-    check_first_batch,
-    check_memory_start,
-    check_processes,
-    check_relevance,
-    check_schedule,
-    warn_of_equal_rates,
 )
 
 FRACTION = "training_fraction"  # key of a checkpoint: the fraction of the training that is done
@@ -159,7 +152,7 @@ class RetrievalModule(ManualTraining):
         self._keep_hyperparameters(objects, inspect.currentframe())
         with owned_by(type(self).__name__):
             self.embedder = rebuild("embedder", embedder, nn.Module)
-            self.loss = adapt_loss(rebuild("loss", loss, nn.Module))
+            self.loss = as_batch_loss(rebuild("loss", loss, nn.Module))
             self.sides = TwoSides() if sides is None else rebuild("sides", sides, TwoSides)
             self._set_query_embedder()
             self._set_optimizer(
@@ -171,7 +164,7 @@ class RetrievalModule(ManualTraining):
             )
             self.memory = None if memory is None else rebuild("memory", memory, CrossBatchMemory)
             self._check_memory()
-            self.relevance = check_relevance(self.loss, relevance)
+            self._set_relevance(relevance)
             self.whitening = None if whitening is None else rebuild("whitening", whitening, Whitening)
             self.eval_scales = check_scales("eval_scales", eval_scales)
             self.eval_scales_pooling = check_choice("eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
@@ -210,6 +203,16 @@ class RetrievalModule(ManualTraining):
                 got="an `embedder` to train",
                 cure="give another mode, directions='both' or frozen_side='candidates'",
             )
+
+    def _set_relevance(self, relevance: Any) -> None:
+        """Store the rule of relevance; raise if a term of the loss cannot follow it."""
+        self.relevance: Relevance | None = None
+        if relevance is None:
+            return
+        self.relevance = rebuild("relevance", relevance, Relevance)  # type: ignore[type-abstract]
+        for part in self.loss.modules():
+            if isinstance(part, BatchLoss):
+                part.check_relevance(self.relevance)
 
     def _set_frozen_backbones(self) -> None:
         """Prepare to freeze the backbone of each network in the first epochs."""
@@ -322,18 +325,10 @@ class RetrievalModule(ManualTraining):
             shard_blocks(network, mesh)
 
     def on_train_start(self) -> None:
-        """Check that the memory's warm-up can end, and that the run has an end if weights of the loss depend on it.
-
-        Freeze the backbone if `freeze_backbone_epochs` are not over.
-        """
+        """Freeze the backbone if `freeze_backbone_epochs` are not over."""
         super().on_train_start()
-        check_memory_start(self, steps_of_run(self.trainer))
-        check_schedule(self, steps_of_run(self.trainer))
-        if type(self).configure_optimizers is not RetrievalModule.configure_optimizers:
-            warn_of_equal_rates(self)
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
-        report_resumed_phase(self, self._fraction, fraction_of_run(self.trainer))
         self._sharded = ShardedParts(self) if sharded_modules(self) else None
         self._freeze_backbones()
 
@@ -360,7 +355,7 @@ class RetrievalModule(ManualTraining):
         batches, unpacked = unpack_sides(self, batch)
         rows = self._rows_of_processes(batches, unpacked)
         if self._is_first_step:
-            self._begin_first_step(unpacked, rows)
+            check_first_batch(self, unpacked, rows)
         if self._sharded is not None:
             self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
@@ -380,7 +375,7 @@ class RetrievalModule(ManualTraining):
                 last_backward=[gradients.overlapped, self._candidates_summed][: len(sides)],
             )
         if self._is_first_step:
-            self._finish_first_step(ranked, chunk_sizes, batches)
+            self._finish_first_step(ranked, chunk_sizes)
         logged = ranked.logged(gradients.finish(ranked.parts(part)))
         stepped = self._step_optimizers()
         ranked.remember()
@@ -402,14 +397,9 @@ class RetrievalModule(ManualTraining):
             sides.append(Rows(labels, ids))
         return gather_labels(sides, gather=self.gather is not False, equal=self._sharded is not None)
 
-    def _begin_first_step(self, unpacked: Sequence[Unpacked], rows: Sequence[GlobalRows]) -> None:
-        """Check the settings and the rows of several processes."""
-        check_processes(self)
-        check_first_batch(self, [labels for _, labels, _ in unpacked], rows)
-
-    def _finish_first_step(self, ranked: GlobalBatch, chunk_sizes: Sequence[int], batches: Sequence[Any]) -> None:
+    def _finish_first_step(self, ranked: GlobalBatch, chunk_sizes: Sequence[int]) -> None:
         """Report on the first step of a run, and record how its images were prepared."""
-        report_first_step(self, ranked, chunk_sizes, batches)
+        report_first_step(self, ranked, chunk_sizes)
         record_preparation(self)
         self._is_first_step = False
 

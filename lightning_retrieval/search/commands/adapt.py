@@ -19,6 +19,7 @@ from lightning_retrieval.checks import check_integer, check_positive, first_line
 from lightning_retrieval.datamodules.image_table import check_values
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
+from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
 from lightning_retrieval.plain_data import describe, rebuild
@@ -37,7 +38,6 @@ from lightning_retrieval.search.rules import check_new_file, check_table_given, 
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
-from lightning_retrieval.training.trainer_checks import adapt_loss
 
 OWNER = "adapt_head"
 LARGEST_LIST = 16_384
@@ -263,7 +263,7 @@ def _fit(
 ) -> int:
     """Train until the mAP of the held-out classes stops rising, load the best head, and return the number of epochs."""
     _start_with_principal_directions(head, trained.embeddings)
-    batch_loss = adapt_loss(loss)
+    batch_loss = as_batch_loss(loss)
     parameters = [*head.parameters(), *batch_loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
     best, best_epoch, best_state = _mean_ap(head, held_out), 0, copy.deepcopy(head.state_dict())

@@ -45,7 +45,6 @@ def test_every_tensor_is_that_of_the_file():
     loaded = embedder.backbone.model.state_dict()
     assert tensors.keys() - loaded.keys() == {"classifier.weight", "classifier.bias"}
     assert all(value.equal(tensors[name]) for name, value in loaded.items())
-    assert not embedder.has_random_weights
     assert embedder.preparation.mean == (0.5, 0.5, 0.5)
     assert embedder.init_args()["weights"] == WEIGHTS
 

@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
+from pytorch_lightning.callbacks import OnExceptionCheckpoint
 from pytorch_lightning.plugins import DoublePrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_retrieval import CrossBatchMemory, FSDP2Strategy, PCAWhitening, RetrievalModule, Updates
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.checkpoints import torch_writes_shards, write_sharded_checkpoint
-from tests.lightning_retrieval.training.small_training import LearnedTau, Log, Unfreeze
+from tests.lightning_retrieval.training.small_training import LearnedTau, Log
 from tests.quiet_trainer import quiet_trainer
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -195,9 +195,6 @@ def wrong_runs(rank, folder):
     runs = {
         "shared": {"network": with_shared_weight()},
         "auto": auto,
-        "average": {"callbacks": [EMAWeightAveraging()]},
-        "finetuning": {"callbacks": [Unfreeze()]},
-        "pruning": {"callbacks": [ModelPruning("l1_unstructured")]},
         "exception": {"callbacks": [OnExceptionCheckpoint(folder)], "saves": True},
         "whitening": {"callbacks": [LearnWhitening()], "whitening": PCAWhitening(2)},
         "without memory": {"network": without_memory(), "path": folder / "one file", **CASES["memory"]},
@@ -286,9 +283,6 @@ def test_what_cannot_be_sharded_raises_in_all_processes(ranks):
     words = {
         "shared": "in several",
         "auto": "chunk_size='auto'",
-        "average": "EMAWeightAveraging",
-        "finetuning": "Unfreeze",
-        "pruning": "ModelPruning",
         "exception": "OnExceptionCheckpoint",
         "whitening": "LearnWhitening",
         "without memory": "got no values for embedder.grid",

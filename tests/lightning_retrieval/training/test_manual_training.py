@@ -8,11 +8,10 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss, Updates, chunked_backward
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import PKSampler
 from tests.lightning_retrieval.training.small_training import (
     SGD,
     Log,
@@ -28,19 +27,6 @@ from tests.lightning_retrieval.training.small_training import (
 
 def module_with(**settings):
     return RetrievalModule(net(), SmoothAPLoss(tau=0.1), **{"optimizer": SGD, **settings})
-
-
-@pytest.mark.refusal
-def test_a_sampler_of_batches_is_not_taken_for_one_of_images():
-    """A TensorDataset would give a whole batch for each item, which torch would then stack."""
-    labels = torch.arange(20) // 4
-    dataset = TensorDataset(torch.randn(20, 6).double(), labels)
-    sampler = PKSampler(labels, classes_per_batch=2, samples_per_class=2)
-    for loaders in (DataLoader(dataset, sampler=sampler, batch_size=2), [DataLoader(dataset, sampler=sampler)]):
-        with pytest.raises(ValueError, match="`batch_sampler`"):
-            trainer(max_epochs=1).fit(module_with(), loaders)
-    trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, batch_sampler=sampler))
-    trainer(max_epochs=1).fit(module_with(), DataLoader(dataset, sampler=sampler, batch_size=None))
 
 
 def scaled():

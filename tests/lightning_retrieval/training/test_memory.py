@@ -1,6 +1,5 @@
 """The memory against a list of Python rows, losses over it against score matrices, and runs with it against a loop."""
 
-import copy
 import functools
 import io
 import itertools
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.losses import MultiSimilarityLoss
 
-from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, TwoNetworks
+from lightning_retrieval import CrossBatchMemory, RetrievalModule
 from lightning_retrieval.losses import (
     After,
     Before,
@@ -21,7 +20,7 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     WeightedSum,
 )
-from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net, warnings_with
+from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net
 
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -292,30 +291,6 @@ def test_weights_of_terms_change_with_the_fraction_of_the_training(mode):
     assert found == [True] * 4 + [False] * 4
 
 
-def from_scratch():
-    return Embedder("glyph_net", 8)
-
-
-def loaded_backbone():
-    embedder = from_scratch()
-    embedder.backbone.load_state_dict(from_scratch().backbone.state_dict())
-    return copy.deepcopy(embedder)
-
-
-RANDOM_WEIGHTS = "the memory begins at step 0 of a network with random weights"
-
-
-@pytest.mark.parametrize(
-    ("make", "start_step", "warns"),
-    [(from_scratch, 0, True), (from_scratch, 1, False), (loaded_backbone, 0, False)],
-)
-def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_step, warns):
-    module = RetrievalModule(make(), SmoothAPLoss(), memory=CrossBatchMemory(16, start_step))
-    data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8)) for _ in range(2)]
-    assert len(warnings_with(RANDOM_WEIGHTS, fit, module, data)) == warns
-    assert not warnings_with(RANDOM_WEIGHTS, fit, module, data)
-
-
 @pytest.mark.parametrize(("start_step", "is_said"), [(9, True), (3, True), (2, False)])
 def test_a_memory_that_no_batch_of_the_run_ranks_is_reported(start_step, is_said, caplog):
     """Of four batches, the one with the index `start_step` is the first that is stored, and the next one ranks it."""
@@ -323,12 +298,3 @@ def test_a_memory_that_no_batch_of_the_run_ranks_is_reported(start_step, is_said
     with caplog.at_level("INFO"):
         fit(module, batches()[:2], max_epochs=2)
     assert ("never ranked in this run" in caplog.text) == is_said
-
-
-@pytest.mark.parametrize(("frozen_side", "warns"), [("candidates", False), ("queries", True)])
-def test_only_a_trained_network_of_candidates_is_warned_of(frozen_side, warns):
-    memory = CrossBatchMemory(16)
-    sides = TwoNetworks(from_scratch(), frozen_side=frozen_side)
-    module = RetrievalModule(from_scratch(), SmoothAPLoss(), sides=sides, memory=memory)
-    batch = (torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8))
-    assert len(warnings_with(RANDOM_WEIGHTS, fit, module, [{"queries": batch, "candidates": batch}])) == warns

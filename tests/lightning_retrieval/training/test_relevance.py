@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 from lightning_retrieval import (
     CrossBatchMemory,
     Embedder,
-    OtherCamera,
     RetrievalModule,
     SharedTags,
     SmoothAPLoss,
@@ -159,16 +158,6 @@ def test_two_processes_with_unequal_shares_do_the_same(run_processes):
     for found in run_processes(train, 2, CASES, backend=None, timeout=200):
         for case in CASES:
             assert_same_run(found[case], train_plainly(*case))
-
-
-@pytest.mark.parametrize(
-    ("relevance", "ignored"), [(SharedTags(2), "cameras and roles"), (OtherCamera(), "roles and tags")], ids=repr
-)
-def test_the_first_step_says_what_the_lists_ignore(relevance, ignored, caplog):
-    module = RetrievalModule(net(), SmoothAPLoss(0.1), relevance=relevance)
-    with caplog.at_level("INFO"):
-        quiet_trainer(max_steps=1, limit_val_batches=0).fit(module, datamodule=SceneData(Scenes(3)))
-    assert f"ignore the {ignored} of the images" in caplog.text
 
 
 def test_the_first_batch_is_compared_with_the_labels_of_the_sampler():
