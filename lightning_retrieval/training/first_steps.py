@@ -14,8 +14,8 @@
 | BatchNorm layers that see the batch in chunks | `warn_of_batch_norm` |
 | lists in which no image is relevant | `warn_of_lists_without_positives` |
 
-Parameters in no optimizer, and those without a gradient, are found in `optimizers.py`. Lightning tells each sampler of
-this library the epoch, since they have the property `sampler`.
+Parameters in no optimizer are found in `optimizers.py`. Lightning tells each sampler of this library the epoch, since
+they have the property `sampler`.
 """
 
 import math
