@@ -306,8 +306,6 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
             loader.check_first_batch(labels, ids, side=name)
         elif ids is not None and name is None:  # only images of the same side are in each other's lists
             _warn_of_ids(module, finest(labels), ids)
-        if name != "queries" or module.sides.directions == "both":
-            _warn_of_one_label(module, finest(labels))
 
 
 def _are_integers(rows: GlobalRows) -> bool:
@@ -370,17 +368,6 @@ def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
             f"{type(module).__name__}: each image must have an id of its own, but {len(ids)} images of the first batch "
             f"have {len(different)} different ids; images with the same id are not in each other's lists: let the data "
             "set return the index of each image as its id, or no ids."
-        )
-
-
-def _warn_of_one_label(module: Any, labels: Tensor) -> None:
-    """Warn if no list of the first batch has a negative, by labels and without a memory."""
-    has_classes = module.relevance is None or module.relevance.has_classes
-    if module.memory is None and has_classes and len(labels) > 1 and bool((labels == labels[0]).all()):
-        rank_zero_warn(
-            f"{type(module).__name__}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so "
-            "that no list has a negative and nothing is learned; check the labels, and that the sampler draws several "
-            "classes."
         )
 
 

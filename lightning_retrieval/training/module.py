@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_tensor
+from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss
@@ -258,7 +258,6 @@ class RetrievalModule(ManualTraining):
                 evaluation is recorded, by the embedder's `preparation`.
             whiten: False skips the whitening, for example to get embeddings from which the whitening is learned.
         """
-        check_tensor("images", images, owner=type(self).__name__)
         return embed_at_scales(self, self, normalized_inputs(self, "candidates", images), whiten)
 
     def embed_queries(self, inputs: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
@@ -269,7 +268,6 @@ class RetrievalModule(ManualTraining):
                 evaluation were. `eval_scales` apply to images only.
             whiten: as for `embed`; both sides share one whitening.
         """
-        check_tensor("inputs", inputs, owner=type(self).__name__)
         inputs = normalized_inputs(self, "queries", inputs)
         is_overridden = type(self).forward_queries is not RetrievalModule.forward_queries
         if self.query_embedder is None and not is_overridden:
@@ -423,8 +421,7 @@ class RetrievalModule(ManualTraining):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Prepare the module for the weights of a checkpoint, and restore the fraction of the training."""
         super().on_load_checkpoint(checkpoint)
-        fraction = checkpoint.get(FRACTION, 0.0)
-        self._fraction = check_finite_number(FRACTION, fraction, least=0, most=1, owner=type(self).__name__)
+        self._fraction = checkpoint.get(FRACTION, 0.0)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Return the input of `RetrievalEvaluation`: embeddings, labels and any ids, roles, instances and cameras.

@@ -49,12 +49,6 @@ def test_images_that_another_sampler_draws_several_times_do_not_warn():
         assert warnings_of_a_step(CLASSES, INDEX, sampler=sampler) == []
 
 
-def test_a_first_batch_of_one_label_warns_without_a_memory():
-    labels = torch.full((24,), 7)
-    assert len(warnings_of_a_step(labels, INDEX)) == 1
-    assert warnings_of_a_step(labels, INDEX, memory=CrossBatchMemory(24, start_step=2)) == []
-
-
 @pytest.mark.parametrize(
     ("loss", "without"),
     [

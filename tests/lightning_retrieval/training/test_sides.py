@@ -36,7 +36,7 @@ from lightning_retrieval import (
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
 from lightning_retrieval.losses import After, Before
 from lightning_retrieval.losses.batch_loss import BatchLoss
-from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net, warnings_with
+from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net
 from tests.quiet_trainer import quiet_trainer
 
 QUERIES, CANDIDATES = 6, 10  # rows of a batch, of which the sizes of chunks are 4 + 2 and 4 + 4 + 2, for example
@@ -425,18 +425,6 @@ def test_the_sizes_of_both_sides_are_logged(tmp_path):
     settings = yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["batch"]
     sizes = {"images": 16, "queries": 6, "candidates": 10, "classes": 3, "list_length": 60, "processes": 1}
     assert settings == {**sizes, "chunk_size": {"queries": 2, "candidates": 10}}
-
-
-@pytest.mark.parametrize(
-    ("side", "directions", "warns"),
-    [("queries", "queries", False), ("queries", "both", True), ("candidates", "queries", True)],
-)
-def test_lists_of_one_label_are_warned_of(side, directions, warns):
-    (batch,) = pairs(1)
-    inputs, labels, ids = batch[side]
-    batch[side] = inputs, torch.zeros_like(labels), ids
-    found = warnings_with("no list has a negative", fit, module_of(SmoothAPLoss(), directions), [batch])
-    assert len(found) == warns
 
 
 def test_the_monitor_follows_the_first_direction():
