@@ -89,6 +89,7 @@ _OF_FABRIC = {
     "sized_len": "utilities.data",
 }
 _RENAMED = {"FabricDDPStrategy": "DDPStrategy"}  # the Trainer's package has another class of this name
+_warned = False
 
 if TYPE_CHECKING:  # type checkers see the names of pytorch_lightning
     import lightning_fabric.strategies.ddp
@@ -192,15 +193,17 @@ def _module(kind: int, submodule: str = "") -> Any:
 
 
 def warn_of_other_package() -> None:
-    """Warn if the program has imported the package that this process does not use.
+    """Warn, once in a process, if the program has imported the package that this process does not use.
 
     The constructors of modules and data modules call this function: a Trainer of the other package would say that they
     are no modules or data modules, before any method of theirs is called.
     """
+    global _warned
     (other,) = MODULES.keys() - {PACKAGE}
     is_imported = MODULES[other][_TRAINER] in sys.modules
-    if os.environ.get(VARIABLE) or not is_imported:
+    if _warned or os.environ.get(VARIABLE) or not is_imported:
         return
+    _warned = True
     warnings.warn(
         f"lightning_retrieval: its classes are those of {MODULES[PACKAGE][_TRAINER]}, but {MODULES[other][_TRAINER]} "
         f"has been imported, too, and a Trainer of it does not accept them; import {MODULES[other][_TRAINER]} before "

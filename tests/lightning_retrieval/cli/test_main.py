@@ -54,7 +54,6 @@ json.dump(results, sys.stdout)
 # What the options alone show to be wrong, and the part of the command line that the message names.
 WRONG = {
     "index --checkpoint no.ckpt --images photos --output new": "--checkpoint",
-    "index --checkpoint a.ckpt --images photos --output new --shards 0": "--shards",
     "index --embeddings no --output new": "no",
     "embed --checkpoint a.ckpt --images photos --output new --delimiter ;": "--delimiter",
     "report --checkpoint a.ckpt --images photos --output new.txt": "--output",
