@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from torch.optim import Optimizer
@@ -192,7 +192,7 @@ def _logged(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
     if isinstance(value, os.PathLike):
-        return Path(value).as_posix()
+        return PurePath(value).as_posix()
     if not isinstance(value, (list, tuple, dict)) or depth == 0:
         return class_path(type(value))
     if len(value) > LONGEST_LIST:

@@ -116,12 +116,7 @@ def named_loss(name: str, arguments: str) -> nn.Module:
         path = f"pytorch_metric_learning.losses.{name}"
         if name in losses.__all__:
             path = f"lightning_retrieval.{name}"
-    description = {"class_path": path, "init_args": parsed}
-    try:
-        return rebuild("loss", description, nn.Module)
-    except TypeError as error:
-        rule = "`loss` and `loss_args` must name a loss and its arguments"
-        raise InvalidValue(rule, got=f"{name} and {arguments} ({first_line(error)})") from None
+    return rebuild("loss", {"class_path": path, "init_args": parsed}, nn.Module)
 
 
 @owned_by(OWNER)

@@ -345,7 +345,7 @@ TABLE = {
         (adapting("--loss=os.system"), SystemExit, "--loss", "os.system"),
         (adapting("--loss=lightning_retrieval.RetrievalIndex"), SystemExit, "--loss", "RetrievalIndex"),
         (adapting("--loss_args=[1]"), SystemExit, "--loss_args", "[1]"),
-        (adapting('--loss_args={"size": 1}'), SystemExit, "--loss_args", "size"),
+        (adapting('--loss_args={"size": 1}'), SystemExit, "--loss", "size"),
         (adapting("--loss=ProxyAnchorLoss", f"--loss_args={OTHER_DIM}"), SystemExit, "--loss", "24 numbers"),
         (adapting("--batch_size=16385"), SystemExit, "--batch_size", "16385"),
         (adapting("--embedding_dim=0"), SystemExit, "--embedding_dim", "0"),
