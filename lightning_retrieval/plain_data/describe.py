@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import sys
 from pathlib import PurePath
 from typing import Any
@@ -191,8 +190,8 @@ def _is_complete(described: Any) -> bool:
 def _logged(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, _SCALARS):
         return _scalar(value)
-    if isinstance(value, os.PathLike):
-        return PurePath(value).as_posix()
+    if isinstance(value, PurePath):
+        return value.as_posix()
     if not isinstance(value, (list, tuple, dict)) or depth == 0:
         return class_path(type(value))
     if len(value) > LONGEST_LIST:

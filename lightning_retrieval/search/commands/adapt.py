@@ -18,7 +18,7 @@ from lightning_retrieval.backend import pl
 from lightning_retrieval.checks import check_integer, check_positive, first_line
 from lightning_retrieval.datamodules.image_table import check_values
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
 from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
@@ -108,7 +108,6 @@ def named_loss(name: str, arguments: str) -> nn.Module:
 
     Raises:
         ValueError: if there is no such loss, or the arguments are invalid.
-        TypeError: if the path does not name a module.
     """
     parsed = loss_arguments(arguments)
     path = name
@@ -116,7 +115,10 @@ def named_loss(name: str, arguments: str) -> nn.Module:
         path = f"pytorch_metric_learning.losses.{name}"
         if name in losses.__all__:
             path = f"lightning_retrieval.{name}"
-    return rebuild("loss", {"class_path": path, "init_args": parsed}, nn.Module)
+    try:
+        return rebuild("loss", {"class_path": path, "init_args": parsed}, nn.Module)
+    except InvalidType as error:  # for a command, whose options are texts, each is a value
+        raise InvalidValue(error.rule, argument="loss", got=error.got) from None
 
 
 @owned_by(OWNER)
