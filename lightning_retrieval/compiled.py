@@ -56,14 +56,6 @@ def compile_calls(network: nn.Module, compiler: Callable[[Any], Any]) -> None:
     network._compiled_call_impl = compiler(network._call_impl)
 
 
-def is_compiled(embed: Any) -> bool:
-    """Whether `torch.compile` has compiled a module, the module of a method, or a part of it; False for a function."""
-    network = getattr(embed, "__self__", embed)
-    if not isinstance(network, nn.Module):
-        return False
-    return any(part._compiled_call_impl is not None or _is_wrapper(part) for part in network.modules())
-
-
 @contextmanager
 def uncompiled(network: nn.Module) -> Iterator[None]:
     """Context in which a network and its parts run without being compiled, for what runs only once."""

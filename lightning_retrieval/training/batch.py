@@ -62,16 +62,12 @@ class GlobalBatch:
     def __init__(self, module: Any, rows: Sequence[GlobalRows], fraction: float = 1.0) -> None:
         self.module, self.rows, self.fraction = module, rows, fraction
         self.step = module.global_step
+        self.images = sum(sum(of_side.counts) for of_side in rows)  # of all processes and sides
         # Whether each process computes the loss of its local queries only, instead of the loss of all queries.
         is_shared = world_size() > 1 and module.gather is not False
         self.divides_queries = is_shared and module.loss.splits_by_query(fraction)
         self.embeddings: list[Tensor] = []  # the gathered embeddings of each side
         self.terms: dict[str, Tensor] = {}  # this process's contribution to each logged term
-
-    @property
-    def images(self) -> int:
-        """Number of rows of all processes and sides."""
-        return sum(sum(rows.counts) for rows in self.rows)
 
     def loss(self, *embeddings: Tensor) -> Tensor:
         """This process's contribution to the loss; the contributions of all processes add up to the loss.

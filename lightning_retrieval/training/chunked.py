@@ -27,7 +27,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.compiled import is_compiled
 from lightning_retrieval.distributed import kept_rows
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.random_state import RandomState
@@ -194,24 +193,18 @@ def _pull_back(
     with statistics.unchanged():  # includes the backward passes, which run checkpointed layers again
         for number in order:
             context = nullcontext if number != order[-1] else last_backward
-            if number in graphs:
-                _backward(graphs.pop(number), gradients[number], context)
-                continue
-            with states[number].replayed():
-                _backward(_embed_chunk(embed, chunks[number]), gradients[number], context)
+            with nullcontext() if number in graphs else states[number].replayed():
+                part = graphs.pop(number) if number in graphs else _embed_chunk(embed, chunks[number])
+                with context():
+                    if part.requires_grad:
+                        part.backward(gradients[number].to(part.dtype))
 
 
 def _embed_chunk(embed: Embed, chunk: Tensor) -> Tensor:
-    """The embeddings of a chunk. Inputs at another position in their memory would be compiled again."""
-    if chunk.storage_offset() > 0 and is_compiled(embed):
+    """The embeddings of a chunk. A compiled network would be compiled again for inputs at another memory position."""
+    if chunk.storage_offset() > 0:
         chunk = chunk.clone()
     return embed(chunk)
-
-
-def _backward(embeddings: Tensor, gradient: Tensor, context: Context) -> None:
-    with context():
-        if embeddings.requires_grad:
-            embeddings.backward(gradient.to(embeddings.dtype))
 
 
 @contextmanager

@@ -242,20 +242,14 @@ class ManualTraining(OptimizedModule):
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; returns False if half precision skipped the step because a gradient was not finite."""
-        scale_before = self._loss_scale()
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale_before = 0.0 if scaler is None else scaler.get_scale()
         optimizers = self.optimizers()
         if not isinstance(optimizers, list):
             optimizers = [optimizers]
         for optimizer in optimizers:
             optimizer.step()
-        return self._loss_scale() >= scale_before
-
-    def _loss_scale(self) -> float:
-        """The loss scale in half precision, which decreases when a step is skipped; 0 if losses are not scaled."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is None:
-            return 0.0
-        return float(scaler.get_scale())
+        return scaler is None or bool(scaler.get_scale() >= scale_before)  # a skipped step decreases the scale
 
     def _step_due_schedulers(self, batch_idx: int, stepped: bool) -> None:
         """Step the schedulers that are due after a batch; `ReduceLROnPlateau` waits for its metric.
@@ -295,21 +289,25 @@ class ManualTraining(OptimizedModule):
             self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
-        """Log the loss, its terms and, if `_throughput_is_due`, the throughput.
+        """Log the loss, its terms and the throughput.
 
         Args:
             terms: values by the names under which they are logged.
             images: images of all processes in this step.
         """
-        results: Any = self.trainer._results
+        trainer: Any = self.trainer
         logged, self._logged_terms = self._logged_terms, set(terms)
         for name in logged - terms.keys():
-            results.pop(f"training_step.{name}", None)  # Lightning would log the last value until the epoch ends
+            trainer._results.pop(
+                f"training_step.{name}", None
+            )  # Lightning would log the last value until the epoch ends
         for name, value in terms.items():
             if name not in logged or not self._log_again(name, value):
                 self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
-        if images_per_second is not None and self._throughput_is_due():
+        # A call of `log` takes 0.4 ms, so only when loggers write, or if the progress bar has no value yet.
+        is_due = self._throughput.measured == 1 or trainer.fast_dev_run or trainer._logger_connector.should_update_logs
+        if images_per_second is not None and is_due:
             if images_per_second >= 100:
                 images_per_second = round(images_per_second)  # progress bars show more digits as 3.84e+3
             # A tensor on the CPU: a Python number would be copied to the device, and the host would wait for the copy.
@@ -330,12 +328,6 @@ class ManualTraining(OptimizedModule):
         results.update_metrics(key, value.detach(), 1)  # such values are not averaged over an epoch
         connector._current_fx = hook
         return True
-
-    def _throughput_is_due(self) -> bool:
-        """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
-        trainer: Any = self.trainer
-        is_first = self._throughput.measured == 1
-        return is_first or bool(trainer.fast_dev_run) or trainer._logger_connector.should_update_logs
 
     @owned
     def configure_callbacks(self) -> Any:
