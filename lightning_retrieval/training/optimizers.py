@@ -247,8 +247,8 @@ def match_states(optimizer: Optimizer) -> None:
         optimizer: any optimizer of a run that begins.
 
     Raises:
-        ValueError: if the optimizer has a fused loop, and a state has neither the shape of its parameter nor one
-            element.
+        ValueError: if the optimizer has a fused loop, and a state other than the count of steps does not have the shape
+            of its parameter.
     """
     has_fused_loop = "fused" in optimizer.defaults
     for group in optimizer.param_groups:
@@ -259,7 +259,7 @@ def match_states(optimizer: Optimizer) -> None:
             state = optimizer.state.get(parameter, {})
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
             for name, value in tensors.items():
-                if has_fused_loop and value.numel() != 1 and value.shape != parameter.shape:
+                if has_fused_loop and name != "step" and value.shape != parameter.shape:
                     rule = f"the state {name!r} of an optimizer must have the shape of its parameter"
                     got = f"{tuple(value.shape)} for {tuple(parameter.shape)}"
                     raise InvalidValue(rule, got=got, cure="take another checkpoint")
