@@ -511,7 +511,7 @@ def _sentence(error: BaseException) -> str | None:
         ... except ValueError as cause:
         ...     error.__cause__ = cause
         >>> _sentence(error)
-        'SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.'
+        'SmoothAPLoss: `tau` must be a number from 1e-12 to 1e+12, got -1.0.'
     """
     cause: BaseException | None = error
     while cause is not None:
