@@ -188,8 +188,8 @@ def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path):
 
 @pytest.mark.refusal
 def test_what_the_run_refuses_is_one_line(tmp_path, capsys):
-    printed = error_of(capsys, write_example(tmp_path), *SMALL, *SHORT, "--trainer.accumulate_grad_batches=2")
-    assert "accumulate_grad_batches=2" in printed.splitlines()[-1]
+    printed = error_of(capsys, write_example(tmp_path), *SMALL, *SHORT, "--trainer.overfit_batches=2")
+    assert "overfit_batches" in printed.splitlines()[-1]
 
 
 TINY = {"depth": 1, "embed_dim": 24, "num_heads": 2}
