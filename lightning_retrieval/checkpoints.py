@@ -91,7 +91,7 @@ def checkpoint_digest(checkpoint: Path) -> str:
     if not is_sharded_checkpoint(checkpoint):
         return file_digest(checkpoint)
     digests = hashlib.sha256()
-    for file in [checkpoint / REST, *sorted(checkpoint.glob(SHARDS))]:
+    for file in _files_of_shards(checkpoint):
         digests.update(file_digest(file).encode())
     return digests.hexdigest()
 
@@ -163,6 +163,8 @@ def map_tensors(content: Any, change: Callable[[str, Tensor], Tensor], name: str
 def write_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint of one file. An earlier checkpoint, a file or a folder, is replaced when it is complete.
 
+    A folder that has anything but a sharded checkpoint stays as it is.
+
     Args:
         path: path of the file; its folder is created if it does not exist.
         content: the checkpoint.
@@ -175,7 +177,7 @@ def write_checkpoint(path: Path, content: Any) -> None:
         with new_file(path) as file:
             torch.save(content, file)
             file.flush()
-            if path.is_dir() and holds_checkpoint(path):
+            if path.is_dir() and {*path.iterdir()} <= {*_files_of_shards(path)}:
                 remove_sharded_checkpoint(path)
 
 
@@ -241,10 +243,15 @@ def _complete(new: Path, rest: Any, path: Path) -> None:
 
 def remove_sharded_checkpoint(folder: Path) -> None:
     """Remove what is there of a sharded checkpoint, and its folder unless other files are in it."""
-    for file in [folder / REST, *folder.glob(SHARDS)]:
+    for file in _files_of_shards(folder):
         remove(file)
     with suppress(OSError):
         folder.rmdir()
+
+
+def _files_of_shards(folder: Path) -> list[Path]:
+    """The files that a sharded checkpoint has or may have."""
+    return [folder / REST, *sorted(folder.glob(SHARDS))]
 
 
 def delete_temporary_checkpoints(folder: Path) -> None:

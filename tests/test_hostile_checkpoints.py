@@ -314,6 +314,7 @@ def test_a_file_takes_the_place_of_a_sharded_checkpoint_without_other_files(tmp_
     with pytest.raises(OSError, match="cannot be written"):
         write_checkpoint(path, {"epoch": 6})
     assert (path / "notes.txt").read_text() == "a note"
+    assert read_checkpoint(path) == {"epoch": 5}
 
 
 def test_an_honest_run_continues_as_before(tmp_path):

@@ -411,7 +411,8 @@ def check_strategy(kind, **settings):
     """Ask without a run, since the packages and the devices of some strategies need not be there."""
     strategy = kind(**settings) if settings else object.__new__(kind)
     state = SimpleNamespace(fn="fit")
-    trainer = SimpleNamespace(strategy=strategy, callbacks=[], overfit_batches=0, state=state)
+    flags = {"overfit_batches": 0, "gradient_clip_val": None, "accumulate_grad_batches": 1}
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[], state=state, **flags)
     check_trainer(SimpleNamespace(trainer=trainer))
 
 
@@ -421,6 +422,8 @@ BETWEEN_VALIDATIONS = callbacks.ModelCheckpoint(monitor="val/mAP", every_n_train
 TABLE = {
     "RetrievalModule": [
         (fit_with(overfit_batches=2), InvalidValue, "", "limit_train_batches"),
+        (fit_with(gradient_clip_val=0.5), InvalidValue, "", "updates=Updates(gradient_clip_val=0.5)"),
+        (fit_with(accumulate_grad_batches=2), InvalidValue, "", "larger batches"),
         (fit_with(callbacks.BatchSizeFinder()), InvalidValue, "", "chunk_size='auto'"),
         (fit_with(callbacks.LearningRateFinder()), InvalidValue, "", "LearningRateFinder"),
         (fit_with(callbacks.StochasticWeightAveraging(swa_lrs=0.1)), InvalidValue, "", "EMAWeightAveraging"),

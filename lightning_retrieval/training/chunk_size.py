@@ -1,4 +1,4 @@
-"""Finds, by trial, the largest chunk that fits into the memory of a device."""
+"""Finds, by trial, a chunk that fits into the memory of a device: the largest of those that halving the batch gives."""
 
 import gc
 import math
@@ -75,7 +75,7 @@ class ChunkSizeSearch:
         self.rows = 0  # rows of the batch for which the chunk size was found
 
     def find(self, module: nn.Module, embed: Callable[[Tensor], Tensor], images: Tensor, keep_graphs: int) -> int:
-        """The largest chunk size for a batch.
+        """A chunk size for a batch.
 
         Args:
             module: the module that is trained. Memory is reserved for Adam's two moments, which do not exist before

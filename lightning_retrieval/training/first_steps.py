@@ -11,11 +11,11 @@
 | settings that several processes cannot share | `check_start` |
 | processes with the same rows, or with rows that are not parts of one batch | `check_first_batch` |
 | ids that collide, and labels that are not those of the images | `check_first_batch` |
+| a sampler that was not told the epoch, from the second epoch on | `warn_of_epoch` |
 | BatchNorm layers that see the batch in chunks | `warn_of_batch_norm` |
 | lists in which no image is relevant | `warn_of_lists_without_positives` |
 
-Parameters in no optimizer are found in `optimizers.py`. Lightning tells each sampler of this library the epoch, since
-they have the property `sampler`.
+Parameters in no optimizer are found in `optimizers.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightning_retrieval.backend import (
     BatchSizeFinder,
@@ -57,7 +57,7 @@ from lightning_retrieval.training.optimizers import trainable_parameters, traine
 from lightning_retrieval.training.sides import Unpacked, chunk_size_of
 
 Row = tuple[Any, str, str]  # whether something is wrong, what it is, and the cure
-LEAST_ROWS = 4  # number of rows from which batches are not equal by chance
+LEAST_ROWS = 2  # number of rows from which batches are not equal by chance
 LEAST_LABELS = 3  # number of different labels from which the labels of batches are not equal by chance
 MANY = 0.25  # fraction of the queries of a batch without a positive, from which on a run warns
 
@@ -80,6 +80,16 @@ def check_trainer(module: Any) -> None:
             trainer.overfit_batches,
             "Trainer(overfit_batches=...) replaces the sampler, so that batches would no longer hold whole classes",
             "use limit_train_batches instead",
+        ),
+        (
+            trainer.gradient_clip_val,
+            "Trainer(gradient_clip_val=...) does not work with manual optimization",
+            f"give {type(module).__name__}(..., updates=Updates(gradient_clip_val={trainer.gradient_clip_val}))",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
+            "Trainer(accumulate_grad_batches=...) would cut the ranked lists apart",
+            "use larger batches, which chunk_size embeds in parts",
         ),
         (
             not keeps_parameters(strategy),
@@ -294,7 +304,8 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
         return  # the loss raises
     loader = module.trainer.train_dataloader
     if world_size() > 1:
-        _check_parts(unpacked, rows[0].counts, CombinedLoader(loader, "sequential").flattened)
+        counts = [sum(of_process) for of_process in zip(*(of_side.counts for of_side in rows))]
+        _check_parts(unpacked, counts, CombinedLoader(loader, "sequential").flattened)
     names: Sequence[Any] = SIDES
     if len(rows) == 1:
         names = [None]
@@ -322,7 +333,7 @@ def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: S
 
     Args:
         unpacked: as for `check_first_batch`.
-        counts: number of images, or of queries, of each process.
+        counts: number of rows of each process.
         loaders: the loaders of training batches.
     """
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
@@ -361,13 +372,36 @@ def _checksum(values: Tensor, before: int) -> int:
 
 
 def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
-    """Warn if an id has two labels, or if so many ids repeat that no sampler would draw their images so often."""
-    different, pairs = ids.unique(), torch.stack([ids, labels], 1).unique(dim=0)
-    if len(different) < len(pairs) or len(different) <= len(ids) / 2:
+    """Warn if an id has two labels, or if ids repeat more often than the sampler draws their images."""
+    loader = module.trainer.train_dataloader
+    sampler = getattr(loader, "sampler", None)
+    replacement = getattr(sampler, "replacement", None)
+    draws_images = getattr(loader, "batch_size", None) is not None  # else another sampler draws whole batches
+    draws_once = draws_images and (replacement is False or isinstance(sampler, SequentialSampler))
+    different, pairs = len(ids.unique()), len(torch.stack([ids, labels], 1).unique(dim=0))
+    repeat_too_often = different < len(ids) if draws_once else different <= len(ids) / 2 and replacement is not True
+    if different < pairs or repeat_too_often:
         rank_zero_warn(
             f"{type(module).__name__}: each image must have an id of its own, but {len(ids)} images of the first batch "
-            f"have {len(different)} different ids; images with the same id are not in each other's lists: let the data "
-            "set return the index of each image as its id, or no ids."
+            f"have {different} different ids; images with the same id are not in each other's lists: let the data set "
+            "return the index of each image as its id, or no ids."
+        )
+
+
+def warn_of_epoch(module: Any) -> None:
+    """Warn if a sampler inside of a user's own loader or sampler was not told the epoch, so that it repeats batches.
+
+    Args:
+        module: a `RetrievalModule` in a run whose epoch begins.
+    """
+    parts: list[Any] = CombinedLoader(module.trainer.train_dataloader, "sequential").flattened
+    for _ in range(3):
+        parts = [value for part in parts for value in (part, *getattr(part, "__dict__", {}).values())]
+    epochs = {getattr(part, "epoch", module.current_epoch) for part in parts if isinstance(part, Sampler)}
+    if epochs - {module.current_epoch}:
+        rank_zero_warn(
+            f"{type(module).__name__}: a sampler was not told the epoch, so that it draws the batches of an earlier "
+            "one again; give the loader or the sampler around it a method `set_epoch` that passes the epoch on."
         )
 
 

@@ -27,7 +27,13 @@ from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import ShardedRunCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
-from lightning_retrieval.training.first_steps import check_filled, check_start, check_trainer, keeps_parameters
+from lightning_retrieval.training.first_steps import (
+    check_filled,
+    check_start,
+    check_trainer,
+    keeps_parameters,
+    warn_of_epoch,
+)
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.missed_validation import MissedValidation
 from lightning_retrieval.training.optimizers import (
@@ -367,8 +373,9 @@ class ManualTraining(OptimizedModule):
                 )
 
     def on_train_epoch_start(self) -> None:
-        """Exclude the time between epochs from the throughput."""
+        """Exclude the time between epochs from the throughput; warn if a sampler was not told the epoch."""
         self._throughput.restart()
+        warn_of_epoch(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the optimizers, and copy the buffers of rank 0 to all ranks."""

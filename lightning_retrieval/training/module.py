@@ -70,9 +70,9 @@ class RetrievalModule(ManualTraining):
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
-        chunk_size: number of images embedded at a time, >= 1. None embeds the whole shard at once. `"auto"` tries,
-            before the first step, which largest number fits into the memory of the device. For batches with two sides,
-            `{"queries": 256, "candidates": 64}` gives each side its own chunk size.
+        chunk_size: number of images embedded at a time, >= 1. None embeds the whole shard at once. `"auto"` halves
+            the shard, before the first step, until a chunk fits into the memory of the device. For batches with two
+            sides, `{"queries": 256, "candidates": 64}` gives each side its own chunk size.
         keep_graphs: number of chunks, >= 1, that keep their graphs and are therefore embedded once instead of twice.
             More such chunks take less time and more memory; gradients do not change. For batches with two sides, the
             candidates keep their graphs first, and queries keep graphs if the candidates have fewer chunks.

@@ -114,6 +114,12 @@ def only(*batches):
     return DataLoader(list(batches), batch_size=None)
 
 
+def two_sides():
+    """One query, and candidates."""
+    items = Items(has_ids=True)
+    return DataLoader([{"queries": items[[0]], "candidates": items[[1, 4, 8]]}] * 4, batch_size=None)
+
+
 def run_fit(loaders, module=None):
     """The error of a run of four steps, the number of steps before it, and the warnings about equal labels."""
     module = module or Counting()
@@ -151,6 +157,8 @@ def in_each_process(this, world):
     found["own", "ours"] = run_fit(RetrievalDataLoader(Items(), pk()))
     found["own", "ours, not gathered"] = run_fit(RetrievalDataLoader(Items(), pk()), Counting(gather=False))
     found["equal", "not gathered"] = run_fit(shuffled(3), Counting(gather=False))
+    found["equal", "two rows"] = run_fit(listed([0, 4], [1, 5]))
+    found["equal", "two sides"] = run_fit(two_sides())
     found["own", "repeated"] = run_fit(RetrievalDataLoader(items, repeated))
     found["own", "same classes, ids"] = run_fit(DataLoader(Augmented(has_ids=True), batch_sampler=Wrapped(split=True)))
     found["warned", "same images"] = run_fit(DataLoader(Augmented(), batch_sampler=Wrapped(split=False)))

@@ -7,7 +7,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_metric_learning.losses import ContrastiveLoss
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_retrieval import (
     CalibrationLoss,
@@ -18,6 +18,7 @@ from lightning_retrieval import (
     SharedTags,
     SmoothAPLoss,
 )
+from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader
 from lightning_retrieval.losses import After, Before, WeightedSum
 from tests.lightning_retrieval.training.small_training import SGD, assert_same, batches, fit, net, warnings_with
 
@@ -39,14 +40,48 @@ def test_ids_that_collide_warn(ids):
     assert warnings_of_a_step(CLASSES, INDEX) == []
 
 
+def test_ids_that_repeat_although_each_image_is_drawn_once_warn():
+    """As those of two data sets, each of which begins at 0; the labels are the same."""
+    few = INDEX.clamp(max=20)
+    for loader in ({"shuffle": True}, {}):
+        assert len(warnings_of_a_step(CLASSES, few, **loader)) == 1
+
+
 def test_images_that_another_sampler_draws_several_times_do_not_warn():
     few = torch.arange(24).clamp(min=1, max=21) // 7  # one class has 3 images, fewer than are drawn of it
+    often = WeightedRandomSampler([1.0] * 2 + [1e-9] * 20 + [1.0] * 2, 24)
     torch.manual_seed(0)
-    for sampler in (RandomSampler(INDEX, replacement=True, num_samples=24), MPerClassSampler(few, 6, 24, 24)):
+    for sampler in (RandomSampler(INDEX, replacement=True, num_samples=24), MPerClassSampler(few, 6, 24, 24), often):
         drawn = list(sampler)
         assert len(set(drawn)) < len(drawn)
         torch.manual_seed(2)
         assert warnings_of_a_step(CLASSES, INDEX, sampler=sampler) == []
+
+
+class Wrapped:
+    """A user's loader or sampler around another one, whose epoch it does not know."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped):
+    """Lightning tells it those of this library, but not what is inside of a user's own."""
+    data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX)
+    sampler = PKSampler(CLASSES, classes_per_batch=2, samples_per_class=3)
+    loaders = [DataLoader(data, batch_sampler=sampler), RetrievalDataLoader(data, sampler)]
+    if is_wrapped:
+        loaders = [DataLoader(data, batch_sampler=Wrapped(sampler)), Wrapped(loaders[1])]
+    for loader in loaders:
+        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+        assert len(warnings_with("not told the epoch", fit, module, loader, max_epochs=2)) == is_wrapped
 
 
 @pytest.mark.parametrize(
