@@ -12,6 +12,7 @@
 """
 
 import copy
+import errno
 import hashlib
 import inspect
 import re
@@ -177,8 +178,8 @@ def write_checkpoint(path: Path, content: Any) -> None:
         with new_file(path) as file:
             torch.save(content, file)
             file.flush()
-            if path.is_dir() and {*path.iterdir()} <= {*_files_of_shards(path)}:
-                remove_sharded_checkpoint(path)
+            if path.is_dir() and not path.is_symlink() and {*path.iterdir()} <= {*_files_of_shards(path)}:
+                _remove_shards(path)
 
 
 def write_sharded_checkpoint(path: Path, content: Any) -> None:
@@ -231,14 +232,21 @@ def _complete(new: Path, rest: Any, path: Path) -> None:
     if rank() > 0:
         return
     torch.save(rest, new / REST)
-    if path.is_dir():
-        remove_sharded_checkpoint(path)
+    if path.is_dir() and not path.is_symlink():
+        _remove_shards(path)
     else:
         remove(path)
     path.mkdir(exist_ok=True)
     for file in sorted(new.iterdir(), reverse=True):  # `REST` is the last one
         move_file(file, path / file.name)
     new.rmdir()
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove an earlier sharded checkpoint, complete or not, but not a file of another program that has its name."""
+    if (folder / REST).exists() and not holds_checkpoint(folder):
+        raise FileExistsError(errno.EEXIST, f"{folder} is no checkpoint", str(folder))
+    remove_sharded_checkpoint(folder)
 
 
 def remove_sharded_checkpoint(folder: Path) -> None:

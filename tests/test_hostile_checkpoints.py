@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 from lightning_fabric.plugins.io import TorchCheckpointIO
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
@@ -192,6 +192,53 @@ def test_a_subclass_of_the_users(users_folder, stored, tmp_path, form):
     assert_own_paths([saving], folder)
 
 
+class Named(ModelCheckpoint):
+    """A subclass that takes the names of its files from the state."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "filename": self.filename}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.filename = state_dict["filename"]
+
+
+class Simple(Checkpoint):
+    """A callback of the user's that saves after each step, in the folder of the state."""
+
+    def __init__(self, dirpath):
+        self.dirpath = str(dirpath)
+
+    def state_dict(self):
+        return {"dirpath": self.dirpath}
+
+    def load_state_dict(self, state_dict):
+        self.dirpath = state_dict["dirpath"]
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(f"{self.dirpath}/simple.ckpt")
+
+
+@pytest.mark.parametrize("form", ["{photos}/private", "{folder}/{relative}/private", "{relative}/private"])
+@pytest.mark.parametrize("kind", [Named, Simple])
+def test_a_subclass_writes_nowhere_else(users_folder, tmp_path, kind, form):
+    """Into the folder of the user's, which is beside that of the run."""
+    folder = tmp_path / "run"
+
+    def saving():
+        if kind is Simple:
+            return [Simple(folder)]
+        return [Named(folder, "{step}", every_n_train_steps=1)]
+
+    run(folder, 1, saving=saving())
+    checkpoint = next(folder.glob("*.ckpt"))
+    path = path_of(form, users_folder, folder)
+    name = {Named: "filename", Simple: "dirpath"}[kind]
+    write_states(checkpoint, lambda state: state.update({name: path}), kind.__name__)
+    run(folder, 2, checkpoint, saving())
+    assert len(list(folder.glob("*.ckpt"))) >= 1
+
+
 class OwnHooks(RetrievalModule):
     """A subclass whose hooks do not call those of the library."""
 
@@ -315,6 +362,31 @@ def test_a_file_takes_the_place_of_a_sharded_checkpoint_without_other_files(tmp_
         write_checkpoint(path, {"epoch": 6})
     assert (path / "notes.txt").read_text() == "a note"
     assert read_checkpoint(path) == {"epoch": 5}
+
+
+@NEEDS_SHARDS
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("write", [write_checkpoint, write_sharded_checkpoint])
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, write):
+    """As `save_last="link"` leaves one."""
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    write_sharded_checkpoint(best, {"epoch": 3})
+    last.symlink_to(best)
+    write(last, {"epoch": 4})
+    assert not last.is_symlink()
+    assert (read_checkpoint(best), read_checkpoint(last)) == ({"epoch": 3}, {"epoch": 4})
+
+
+@NEEDS_SHARDS
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("write", [write_checkpoint, write_sharded_checkpoint])
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path, write):
+    """Though it has a file of the name that a sharded checkpoint has."""
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "rest.pt").write_text("of another program")
+    with pytest.raises(OSError, match="cannot be written"):
+        write(tmp_path / "last.ckpt", {"epoch": 4})
+    assert (tmp_path / "last.ckpt" / "rest.pt").read_text() == "of another program"
 
 
 def test_an_honest_run_continues_as_before(tmp_path):

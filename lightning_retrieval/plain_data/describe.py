@@ -154,6 +154,8 @@ def _scalar(value: Any) -> Any:
 
 def _init_args(value: Any) -> dict[str, Any] | None:
     """The constructor arguments of an object; None if they cannot be found or are not plain."""
+    if "." in unsharded_class(value).__qualname__:  # a class within a class or a function cannot be imported by a path
+        return None
     if callable(getattr(value, "init_args", None)):
         given: dict[str, Any] | None = value.init_args()
         return given

@@ -147,7 +147,7 @@ def _check_path(path: str, name: Any, packages: tuple[str, ...]) -> None:
 
 
 def _check_setting(path: str, name: str, value: Any) -> None:
-    if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
+    if (name.startswith(FORBIDDEN) or names_kernels(name, value)) and value:
         rule = "must not be set in a file, since it makes another library run code or read other files"
         raise InvalidValue(rule, argument=path_of_part(path, name), got=short_repr(value), cure=pass_again(path))
 

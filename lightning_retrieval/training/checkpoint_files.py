@@ -197,8 +197,7 @@ def _defining_class(module: Any, method: str) -> str:
 def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     """The networks of a checkpoint of `RetrievalModule`; None for any other file, such as one of a subclass.
 
-    All descriptions of objects in the checkpoint are checked by the same rules as for `restored_module`, but what only
-    training needs is not built, so other invalid settings and weights of the loss or the memory do not raise.
+    What only training needs is not built.
 
     Args:
         checkpoint: content of the checkpoint, as read by `torch.load`.

@@ -4,7 +4,7 @@ A run that is continued restores the state of each `ModelCheckpoint`. The state 
 the callback deletes some of them, loggers upload them, and `ckpt_path="best"` loads one. A file must not choose what is
 deleted, uploaded or loaded, so
 
-- `keep_own_paths` drops all paths of a callback if one of them is not in its `dirpath`;
+- `keep_own_paths` keeps the folder of each checkpoint callback, and drops the paths of its state that are elsewhere;
 - `VerifiedCheckpoints.remove_checkpoint` deletes nothing else, whoever asks for it.
 
 Paths are compared after links and `..` have been resolved. No remote address is looked up for this.
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.backend import ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
+from lightning_retrieval.backend import Checkpoint, ModelCheckpoint, get_filesystem, migrate_checkpoint, rank_zero_warn
 from lightning_retrieval.checkpoints import holds_checkpoint
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue
 
 BEST = "best_model_path"
@@ -38,32 +39,41 @@ def keep_own_paths(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     migrated: dict[str, Any] = migrate_checkpoint(checkpoint)[0]
     states = migrated.get("callbacks") or {}
     for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, Checkpoint):
             for key in {callback.state_key, callback._legacy_state_key} & states.keys():
                 states[key] = _with_own_paths(callback, states[key])
     return migrated
 
 
-def _with_own_paths(callback: ModelCheckpoint, state: dict[str, Any]) -> dict[str, Any]:
+def _with_own_paths(callback: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a callback with the callback's own folder, and with no path of another one.
 
     The best checkpoint of an earlier run may be in another folder of this machine, because it is only read.
     """
-    own = {**state, "dirpath": callback.dirpath}  # a subclass may restore the folder that it writes to
     named = [state.get("kth_best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ())]
     foreign = [path for path in named if path and not is_checkpoint_of(callback, path)]
-    if foreign:
-        own |= {name: getattr(callback, name) for name in OF_FOLDER}
-    best = state.get(BEST)
-    if best and not is_checkpoint_of(callback, best) and not _is_local_checkpoint(best):
-        foreign.append(best)
-        own[BEST] = ""
+    replaced = {name for name in OF_FOLDER if foreign}
+    for name, value in state.items():
+        is_best = name == BEST and _is_local_checkpoint(value)
+        if isinstance(value, str) and name != "dirpath" and _is_elsewhere(callback, value) and not is_best:
+            replaced.add(name)
+            foreign.append(value)
     if foreign:
         rank_zero_warn(
             f"{type(callback).__name__}: the checkpoint names files that are no checkpoints of this run, such as "
-            f"{foreign[0]!r}: its own are in {callback.dirpath}; they are ignored."
+            f"{foreign[0]!r}: its own are in {getattr(callback, 'dirpath', None)}; they are ignored."
         )
-    return own
+    own = {name: getattr(callback, name, "") for name in replaced & state.keys()}
+    if hasattr(callback, "dirpath"):  # a subclass may restore the folder that it writes to
+        own["dirpath"] = callback.dirpath
+    return {**state, **own}
+
+
+def _is_elsewhere(callback: Any, value: str) -> bool:
+    """Whether a text is a path or an address outside of the `dirpath` of a callback."""
+    folder = getattr(callback, "dirpath", None)
+    is_path = leaves_root(value) or "://" in value or "::" in value or value.startswith(("~", *LOCAL_PROTOCOLS))
+    return is_path and not (folder and is_within(value, folder))
 
 
 def is_checkpoint_of(callback: Any, path: Any) -> bool:
