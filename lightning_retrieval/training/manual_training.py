@@ -108,8 +108,9 @@ class OptimizedModule(CheckpointedModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def configure_callbacks(self) -> Any:
-        """Reset the state of an earlier run."""
+        """Reset the state of an earlier run, and let a resumed run make up for a validation that it lacks."""
         self._epoch_of_check = None
+        MissedValidation.install(self.trainer)
         return super().configure_callbacks()
 
     @owned
@@ -340,10 +341,7 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer. This is the first hook in which the Trainer is known."""
         strategy = self.trainer.strategy
         check_trainer(self)
-        MissedValidation.install(self.trainer)
         strategy.training_step = CheckedSteps(strategy, self)
-        if isinstance(strategy, DDPStrategy):
-            release_ddp(strategy, self)
         if isinstance(strategy, ModelParallelStrategy):
             ShardedRunCheckpoints(strategy).install()
         # All state of a step is complete when it ends, so a run can be resumed from a checkpoint after any step.

@@ -83,6 +83,10 @@ class MissedValidation(pl.Callback):
         """Let the run end after the validation if all its steps are done."""
         self._restore_max_steps(trainer)
 
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        """Leave the limit as it was to a later run of the Trainer."""
+        self._restore_max_steps(trainer)
+
     def _restore_max_steps(self, trainer: Any) -> None:
         if trainer.max_steps == self.step + 0.5:
             trainer.fit_loop.epoch_loop.max_steps = self.step

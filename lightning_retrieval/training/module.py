@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_retrieval.backend import DDPStrategy
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.distributed import kept_rows, rank
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
@@ -37,7 +39,12 @@ from lightning_retrieval.training.full_sharding import (
     start_sharded,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining, compile_only, fraction_of_run
+from lightning_retrieval.training.manual_training import (
+    ManualTraining,
+    compile_only,
+    fraction_of_run,
+    release_ddp,
+)
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.optimizers import FrozenBackbone, Updates, check_backbone, trainable_parameters
 from lightning_retrieval.training.run_report import report_first_step
@@ -228,8 +235,14 @@ class RetrievalModule(ManualTraining):
         return [self.embedder, self.query_embedder]
 
     def configure_callbacks(self) -> Any:
-        """Compile only the networks if `torch.compile` has compiled the module: it cannot compile a training step."""
+        """Compile only the networks if `torch.compile` has compiled the module: it cannot compile a training step.
+
+        Without DDP's wrapper, unless a subclass may have a step of its own, whose gradients the wrapper averages.
+        """
         compile_only(self, self._networks())
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy) and type(self).training_step is RetrievalModule.training_step:
+            release_ddp(strategy, self)
         return super().configure_callbacks()
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
@@ -350,6 +363,8 @@ class RetrievalModule(ManualTraining):
         Returns:
             The loss of the global batch, without a graph, on the CPU.
         """
+        if isinstance(self.trainer.model, DistributedDataParallel):
+            self.trainer.model.require_backward_grad_sync = False  # this step sums gradients itself
         batches, unpacked = unpack_sides(self, batch)
         rows = self._rows_of_processes(batches, unpacked)
         if self._is_first_step:

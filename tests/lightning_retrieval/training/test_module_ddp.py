@@ -148,6 +148,45 @@ def train(name: str, rank: int, world: int, folder: Path) -> dict:
     }
 
 
+class Around(RetrievalModule):
+    """A user's subclass with work around the step."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Automatic(RetrievalModule):
+    """A user's subclass that lets Lightning back-propagate the loss of the rows of its process."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels, _ = self.unpack_batch(batch)
+        return self.loss(self(images), labels)
+
+
+class OwnStep(RetrievalModule):
+    """The same in manual optimization."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels, _ = self.unpack_batch(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(self(images), labels))
+        self.optimizers().step()
+
+
+OF_USERS = [Around, Automatic, OwnStep]
+
+
+def train_of_users(kind, world: int, folder: Path) -> torch.Tensor:
+    """The parameters after a run of a subclass."""
+    torch.manual_seed(4)
+    embedder = nn.Sequential(nn.Flatten(), nn.Linear(6, 4)).double()
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    module = kind(embedder, SmoothAPLoss(tau=0.1), optimizer=sgd, chunk_size=2 if kind is Around else None)
+    module.automatic_optimization = kind is Automatic
+    make_trainer(world, folder, limit_val_batches=0).fit(module, datamodule=PointData())
+    return flat(module.parameters())
+
+
 def wide(width: int) -> nn.Sequential:
     """A network whose gradients are more than what is summed at once."""
     torch.manual_seed(4)
@@ -248,6 +287,7 @@ def in_each_process(rank: int, world: int, folder: Path) -> dict:
         "evaluated": evaluate(world, folder),
         "validated": validate(world, folder),
         "nan": train_with_nan(world, folder),
+        "users": {kind.__name__: train_of_users(kind, world, folder) for kind in OF_USERS},
         "folder": folder,
     }
     if world > 1:
@@ -283,6 +323,28 @@ def test_parameters_and_losses_are_those_of_one_process(one, two, name):
         atol = 1e-6 if name.startswith("layers of few") else 1e-10  # of numbers in float32
         torch.testing.assert_close(first["parameters"], expected["parameters"], rtol=0, atol=atol)
         assert first["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+
+
+def test_a_step_of_a_subclass_is_that_of_one_process(one, two):
+    first, second = (of_rank["users"]["Around"] for of_rank in two)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, one["users"]["Around"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["Automatic", "OwnStep"])
+def test_gradients_of_a_subclass_with_a_step_of_its_own_are_averaged(two, kind):
+    """As Lightning does: each process has the loss of its own rows, the first five or the last four."""
+    torch.manual_seed(4)
+    embedder = nn.Sequential(nn.Flatten(), nn.Linear(6, 4)).double()
+    optimizer = torch.optim.SGD(embedder.parameters(), lr=0.5)
+    for batch in PointData().train_dataloader():
+        images, labels = batch["images"], batch["labels"]
+        losses = [SmoothAPLoss(tau=0.1)(embedder(images[rows]), labels[rows]) for rows in (slice(5), slice(5, None))]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    for of_rank in two:
+        torch.testing.assert_close(of_rank["users"][kind], flat(embedder.parameters()), rtol=0, atol=1e-10)
 
 
 def test_validation_runs_with_the_same_buffers_on_both_ranks(two):
