@@ -125,6 +125,35 @@ def test_a_state_of_another_shape_is_refused(tmp_path):
         continued(tmp_path, lambda momentum: torch.ones(3))
 
 
+class Fails(pl.Callback):
+    """Ends the run in a validation."""
+
+    def on_validation_start(self, trainer, module):
+        if trainer.global_step == 8:
+            raise RuntimeError("no more")
+
+
+def test_a_resumed_run_makes_up_for_the_validation_that_it_lacks(tmp_path):
+    """That of the last epoch, which can so be the best; a limit of steps is that of the user afterwards."""
+
+    def saving():
+        last = ModelCheckpoint(tmp_path, "last", every_n_train_steps=4, enable_version_counter=False)
+        return [last, ModelCheckpoint(tmp_path / "best", "{step}", monitor="val/AP", mode="max", save_top_k=-1)]
+
+    settings = {"enable_checkpointing": True, "max_epochs": -1, "max_steps": 8}
+    failing = make_trainer(tmp_path, callbacks=[Fails(), *saving()], **settings)
+    with pytest.raises(RuntimeError, match="no more"):
+        failing.fit(make_module(), datamodule=make_data())
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step=4.ckpt"]
+    with pytest.raises(RuntimeError, match="no more"):  # in the validation that it makes up for
+        failing.fit(make_module(), datamodule=make_data(), ckpt_path=tmp_path / "last.ckpt")
+    assert failing.max_steps == 8
+    resumed = make_trainer(tmp_path, callbacks=saving(), **settings)
+    resumed.fit(make_module(), datamodule=make_data(), ckpt_path=tmp_path / "last.ckpt")
+    assert (resumed.global_step, resumed.max_steps) == (8, 8)
+    assert (tmp_path / "best" / "step=8.ckpt").exists()
+
+
 class FirstRegions:
     """The first positive and the first negative regions of each image, in place of random ones."""
 
