@@ -8,6 +8,9 @@ checkpoint that was saved in a validation, Lightning validates only a part of th
 Therefore such a checkpoint is written as one of a validation that has begun and has done nothing, which Lightning runs
 from its beginning, with all hooks of callbacks and of the end of the epoch. The checkpoint also has the metrics that
 callbacks saw, because a callback that monitors "train/loss" at the end of the epoch would raise without them.
+
+Of a checkpoint that is saved after `fit` has ended an epoch, Lightning would take the batches of this epoch for those of
+the next one if the resumed run has a limit of steps only. So such a checkpoint is written as one before the first batch.
 """
 
 from typing import Any
@@ -32,11 +35,15 @@ class MissedValidation(pl.Callback):
             trainer.callbacks.append(cls())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """If the validation after the current step is missing, write the position at which it begins."""
-        if not _is_missing(trainer):
-            return
+        """Write the position at which a resumed run begins: that of a validation that is missing, or of a new epoch."""
         progress = checkpoint["loops"]["fit_loop"]
         batches = progress["epoch_loop.batch_progress"]
+        epochs = progress["epoch_progress"]["current"]
+        if epochs["completed"] == epochs["ready"]:
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            batches["is_last_batch"] = False
+        if not _is_missing(trainer):
+            return
         for counts in (batches["total"], batches["current"]):
             counts["completed"] = counts["processed"]
         progress["epoch_loop.val_loop.batch_progress"] = {

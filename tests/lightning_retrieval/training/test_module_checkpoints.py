@@ -57,6 +57,20 @@ def run_from(checkpoint, module, folder=None, **settings):
     return log, run.global_step
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 6}], ids=["epochs", "steps"])
+def test_a_run_goes_on_from_a_checkpoint_that_was_saved_after_it(tmp_path, limit):
+    """Two epochs of three batches, of which the second has other images than the first."""
+    whole, half, resumed = (resumable() for _ in range(3))
+    run_from(None, whole, max_epochs=2)
+    run = trainer(limit_val_batches=0, max_epochs=1)
+    run.fit(half, datamodule=PointData())
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    _, steps = run_from(tmp_path / "half.ckpt", resumed, **limit)
+    assert steps == 6
+    for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_run_resumed_between_or_in_epochs_continues_as_it_would_have(tmp_path):
     """Four epochs of three batches; the last run is resumed at the end of an epoch and again in the next one.
 
