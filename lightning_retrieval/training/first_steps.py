@@ -71,10 +71,7 @@ def check_trainer(module: Any) -> None:
     Raises:
         ValueError: if there is such a setting. The message names the setting, and what to use instead.
     """
-    trainer, strategy = module.trainer, module.trainer.strategy
-    settings = vars(strategy) | vars(strategy).get("_ddp_kwargs", {})
-    predicts = trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1
-    is_sharded = isinstance(strategy, ModelParallelStrategy)
+    trainer = module.trainer
     rows: list[Row] = [
         (
             trainer.overfit_batches,
@@ -91,6 +88,20 @@ def check_trainer(module: Any) -> None:
             "Trainer(accumulate_grad_batches=...) would cut the ranked lists apart",
             "use larger batches, which chunk_size embeds in parts",
         ),
+        *_rows_of_strategy(trainer),
+    ]
+    for callback in trainer.callbacks:
+        rows += _rows_of(callback, isinstance(trainer.strategy, ModelParallelStrategy))
+    _raise_first(rows)
+
+
+def _rows_of_strategy(trainer: Any) -> list[Row]:
+    """What may be wrong with the strategy of a Trainer."""
+    strategy = trainer.strategy
+    settings = vars(strategy) | vars(strategy).get("_ddp_kwargs", {})
+    predicts = trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1
+    is_sharded = isinstance(strategy, ModelParallelStrategy)
+    return [
         (
             not keeps_parameters(strategy),
             f"{type(strategy).__name__} replaces the parameters over which gradients are summed, or trains on a TPU",
@@ -114,9 +125,6 @@ def check_trainer(module: Any) -> None:
             "predict with Trainer(strategy='ddp') from a checkpoint",
         ),
     ]
-    for callback in trainer.callbacks:
-        rows += _rows_of(callback, is_sharded)
-    _raise_first(rows)
 
 
 def keeps_parameters(strategy: Any) -> bool:

@@ -28,6 +28,9 @@ class MissedValidation(pl.Callback):
     run begins to measure the time anew.
     """
 
+    metrics: dict[str, Any] | None = None  # of the checkpoint of this run, if its validation is missing
+    step = -1  # of this checkpoint
+
     @classmethod
     def install(cls, trainer: Any) -> None:
         """Add the callback to a Trainer that has none."""
@@ -55,8 +58,7 @@ class MissedValidation(pl.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin a run in which no validation is missing."""
-        self.metrics: dict[str, Any] | None = None  # of the checkpoint, if its validation is missing
-        self.step = -1  # of this checkpoint
+        self.metrics, self.step = None, -1
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Remember what is missing."""
