@@ -9,8 +9,9 @@ Therefore such a checkpoint is written as one of a validation that has begun and
 from its beginning, with all hooks of callbacks and of the end of the epoch. The checkpoint also has the metrics that
 callbacks saw, because a callback that monitors "train/loss" at the end of the epoch would raise without them.
 
-Of a checkpoint that is saved after `fit` has ended an epoch, Lightning would take the batches of this epoch for those of
-the next one if the resumed run has a limit of steps only. So such a checkpoint is written as one before the first batch.
+Of a checkpoint that is saved after `fit` has ended an epoch, Lightning would take the batches of this epoch for those
+of the next one if the resumed run has a limit of steps only. So such a checkpoint is written as one before the first
+batch.
 """
 
 from typing import Any
