@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_matrix
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import Images
-from lightning_retrieval.ranking.entries import entries_of
+from lightning_retrieval.ranking.entries import Entries
 from lightning_retrieval.ranking.expansion import (
     DatabaseAugmentation,
     QueryExpansion,
@@ -20,7 +20,7 @@ from lightning_retrieval.ranking.expansion import (
 )
 from lightning_retrieval.ranking.labels import Role, has_role
 from lightning_retrieval.ranking.lists import Lists
-from lightning_retrieval.ranking.ranked_lists import positive_ranks
+from lightning_retrieval.ranking.positive_ranks import positive_ranks
 from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.relevance import label_rule_of
 from lightning_retrieval.ranking.rows import ShardedRows
@@ -75,7 +75,7 @@ class RankingInput:
 
         With several processes, this is a collective operation.
         """
-        return positive_ranks(self.query_rows, self.gallery_rows, entries_of(self.lists))
+        return positive_ranks(self.query_rows, self.gallery_rows, Entries(self.lists))
 
 
 def query_gallery(images: Images, *, unit: int | None = None) -> RankingInput:
@@ -101,7 +101,7 @@ def query_gallery(images: Images, *, unit: int | None = None) -> RankingInput:
     self_index = column_of_row[query_rows]
     lists = Lists(rows.select(query_rows), rows.select(gallery_rows), rule, self_index=self_index)
     if unit is None:
-        unit = entries_of(lists).block_rows
+        unit = Entries(lists).block_rows
     queries = gallery = images.embeddings.select(gallery_rows).sharded(unit)
     if query_rows is not gallery_rows:
         queries = images.embeddings.select(query_rows).sharded(unit)

@@ -138,7 +138,7 @@ def _check_mapping(name: str, lists: Any) -> None:
 
 
 # Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
-# embeddings have equal scores (see `lightning_retrieval.ranking.ranked_lists`).
+# embeddings have equal scores (see `lightning_retrieval.ranking.positive_ranks`).
 _BLOCK_ROWS = 128
 _BLOCK_COLUMNS = 384 * 16
 

@@ -9,7 +9,7 @@ clamped, so that with an even `alpha`, s and -s have the same weight. If `alpha`
 negative s is undefined (NaN in the official code); here, a row with a negative s then has weight 0. Of rows with equal
 similarity, those that come first in the gallery are the nearest.
 
-Scores are computed tile by tile. A tile has the same scores on any number of processes (`ranked_lists.py`), so the
+Scores are computed tile by tile. A tile has the same scores on any number of processes (`positive_ranks.py`), so the
 result is the same for any number, to the last digit. A sharded gallery is gathered block by block, while each process
 keeps the nearest rows of its queries.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_integers, check_matrix
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
+from lightning_retrieval.ranking.positive_ranks import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, normalize, unsharded
 

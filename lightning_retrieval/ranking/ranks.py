@@ -2,7 +2,7 @@
 
 The rank of a positive is the number of candidates that score at least as high, itself included, so ties count against
 the model. `count_at_least` counts these candidates in a tile of scores. The counts of the tiles of a list add up, so a
-list may be divided in any way (`lightning_retrieval.ranking.ranked_lists`).
+list may be divided in any way (`lightning_retrieval.ranking.positive_ranks`).
 
 Matrix products that decide an order are computed in IEEE float32, whatever precision training uses (`ieee_products`).
 `torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets GPUs compute float32 products in TF32,

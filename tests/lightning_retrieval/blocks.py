@@ -10,14 +10,14 @@ import pytest
 
 from lightning_retrieval.losses import blockwise, lists, positives
 from lightning_retrieval.metrics import curves, gathering, revisited
-from lightning_retrieval.ranking import entries, expansion, ranked_lists, ranks, relevance
+from lightning_retrieval.ranking import entries, expansion, positive_ranks, ranks, relevance
 
 EVALUATION = [
-    (ranked_lists, "_CPU_PRODUCTS", 1),
-    (ranked_lists, "_CPU_COLUMNS", 384),
-    (ranked_lists, "_COLUMNS_OF_A_POSITIVE", 0),
-    (ranked_lists, "_CPU_POSITIVES", 500),
-    (ranked_lists, "_MAX_GROUP_POSITIVES", 1 << 13),
+    (positive_ranks, "_CPU_PRODUCTS", 1),
+    (positive_ranks, "_CPU_COLUMNS", 384),
+    (positive_ranks, "_COLUMNS_OF_A_POSITIVE", 0),
+    (positive_ranks, "_CPU_POSITIVES", 500),
+    (positive_ranks, "_MAX_GROUP_POSITIVES", 1 << 13),
     (entries, "_MAX_PAIRS", 20_000),
     (revisited, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
@@ -46,7 +46,7 @@ def small_blocks(elements=60, *, numbers=1200, queries=64, kept_tiles=4):
         (lists, "COUNTED_ELEMENTS", elements),
         (lists, "CPU_TILE", 4),
         (entries, "_MAX_BLOCK_POSITIVES", 1 if queries == 64 else 1 << 12),
-        (ranked_lists, "_KEPT_TILES", kept_tiles),
+        (positive_ranks, "_KEPT_TILES", kept_tiles),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in sizes:

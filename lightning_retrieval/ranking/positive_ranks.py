@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import size_for
-from lightning_retrieval.ranking.entries import Entries, Extent
+from lightning_retrieval.ranking.entries import Entries, Extent, ListedImages
 from lightning_retrieval.ranking.ranks import PositiveRanks, ascending, count_at_least, first_of_equal, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
@@ -39,7 +39,7 @@ _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # maximum number of tiles with positives to keep instead of computing them twice
 _CPU_PRODUCTS, _DEVICE_PRODUCTS = 4, 1  # minimum number of products into which a gallery block is divided
 _CPU_POSITIVES = 1 << 17  # maximum number of positives for which a CPU computes metrics at a time, for its cache
-# Maximum number of positives of a group on one process. Each takes 9 bytes, or 14 if a rule defines the lists.
+# Maximum number of positives of a group on one process. Each takes 10 bytes.
 _MAX_GROUP_POSITIVES = 1 << 24
 
 
@@ -62,7 +62,9 @@ class ScoreTiles:
         self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
         self._number = 0  # number of queries in the current block
         self._gallery = self._last_product = self._queries[:0]
-        self._kept: dict[int, Tensor] = {}
+        # The scores of each tile of the last `gather` or `gather_range`, by the position of the tile; empty if there are
+        # too many tiles, or if the gallery block lacks some of the columns.
+        self.kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
 
     def start_gallery_block(self, rows: Float[Tensor, "row dim"], begin: int) -> None:
@@ -95,7 +97,7 @@ class ScoreTiles:
         """Begin a block of queries: at most `rows` unit rows."""
         self._queries[: len(queries)] = queries
         self._number = len(queries)
-        self._kept.clear()
+        self.kept.clear()
 
     def gather(self, column: Int[Tensor, "query pos"], begin: int, end: int) -> Float[Tensor, "query pos"]:
         """The scores of each query with the images in its columns, 0 for columns outside the gallery block.
@@ -127,15 +129,8 @@ class ScoreTiles:
         for number, start in enumerate(starts):
             scores = self._scores(start, number if keep else 0)
             if keep:
-                self._kept[start] = scores
+                self.kept[start] = scores
             yield start, scores
-
-    def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """Map the position of each tile of the last `gather` or `gather_range` to its scores.
-
-        The mapping is empty if there are too many tiles, or if the gallery block lacks some of the columns.
-        """
-        return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
         """The remaining tiles of the gallery block: their positions and scores, -inf at padding.
@@ -261,35 +256,34 @@ class RankedBlock:
     def __init__(
         self, queries: Float[Tensor, "query dim"], index: Int[Tensor, " query"], *, extent: Extent, entries: Entries
     ) -> None:
-        self._queries, self._index, self._extent, self._levels = queries, index, extent, entries.lists.levels
-        self._listed = entries.of_block(index, extent.width)
-        self._scores = queries.new_zeros(len(queries), self._listed.width, device=index.device)
+        self._queries, self._index, self._extent = queries, index, extent
+        self._levels, self._excludes_several = entries.lists.levels, entries.excludes_several
+        self._listed: ListedImages | None = entries.of_block(index, extent)  # None when the positives are sorted
+        self._scores = queries.new_zeros(self._listed.level.shape, device=index.device)
         self._counted: frozenset[int] = frozenset()  # positions of counted tiles
-        self._is_sorted = False  # whether the next three attributes are set
-        self._positives = self._scores  # scores in ascending order, inf at padding
+        self._positives = self._scores  # when they are sorted: scores in ascending order, inf at padding
         self._level = self._rank = index
 
     def find_positives(self, tiles: ScoreTiles) -> None:
         """Collect the scores of positives in a gallery block; if all are known, count the candidates in kept tiles."""
         begin, end = self._extent.begin, self._extent.end
-        if end <= tiles.begin or tiles.end <= begin:
+        if self._listed is None or end <= tiles.begin or tiles.end <= begin:
             return
         tiles.start_queries(self._queries)
-        if self._extent.is_shared:
+        if self._listed.column is None:
             self._scores += tiles.gather_range(begin, end)
         else:
-            self._scores += tiles.gather(self._listed.columns(), begin, end)
-        kept = tiles.kept()
-        if kept:
-            self._sort_positives()
-            self._counted = frozenset(kept)
-            for start, tile in kept.items():
+            self._scores += tiles.gather(self._listed.column.long(), begin, end)
+        if tiles.kept:
+            self._sort_positives(self._listed)
+            self._counted = frozenset(tiles.kept)
+            for start, tile in tiles.kept.items():
                 self._count_tile(start, tile, tiles.end)
 
     def count(self, tiles: ScoreTiles) -> None:
         """Count the candidates in a gallery block whose scores reach each positive."""
-        if not self._is_sorted:
-            self._sort_positives()
+        if self._listed is not None:
+            self._sort_positives(self._listed)
         tiles.start_queries(self._queries)
         for start, tile in tiles.others(self._counted):
             self._count_tile(start, tile, tiles.end)
@@ -312,7 +306,7 @@ class RankedBlock:
         """The ranks, after all gallery blocks have been counted, of a few queries at a time on a CPU."""
         device = self._index.device
         positives = size_for(device, cpu=_CPU_POSITIVES, accelerator=self._rank.numel())
-        rows = max(1, positives // self._listed.width)
+        rows = max(1, positives // self._positives.shape[1])
         columns = (self._index, self._positives, self._rank, self._level)
         for index, scores, rank, level in zip(*(column.split(rows) for column in columns)):
             first_tied = first_of_equal(scores)
@@ -321,20 +315,18 @@ class RankedBlock:
             ranks = PositiveRanks(index, rank, first_tied, level.long(), self._levels)
             yield ranks.to(float64_device(device))
 
-    def _sort_positives(self) -> None:
-        found = self._listed.positives()
+    def _sort_positives(self, found: ListedImages) -> None:
         scores = self._scores.masked_fill(found.level == 0, torch.inf)
         self._positives, level = _worst_first(scores, found.level, self._levels)
         self._level = level.to(torch.int8)
         excluded = self._scores.masked_fill(~found.is_excluded, -torch.inf)
         if self._extent.is_shared:  # images of the extent are not counted
             self._rank = torch.zeros_like(self._positives, dtype=torch.int32)
-        elif self._listed.excludes_several:
+        elif self._excludes_several:
             self._rank = count_at_least(excluded, self._positives).int().neg_()
         else:
             self._rank = (excluded.amax(1, keepdim=True) >= self._positives).int().neg_()
-        self._scores = self._positives[:0]  # frees memory
-        self._is_sorted = True
+        self._scores, self._listed = self._positives[:0], None  # frees memory
 
 
 def _groups(
