@@ -50,7 +50,8 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         classes: number of classes of a batch.
         samples: number of images of each class in a batch.
     """
-    rows, shard = metrics.gather()
+    rows = metrics.gather()
+    shard = rows.embeddings.shard
     batches = cut_into_batches(rows.labels[:, 0].cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
     for first in range(0, len(batches), shard.count):
@@ -58,8 +59,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         if len(batch.ids) == 0:  # the remaining batches belong to other processes
             continue
         index = first + shard.index
-        lists = metrics.ranking_input(batch)
-        ap = query_values(lists, [_AP])["AP"]
+        ap = query_values(metrics.ranked_lists(batch), [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     shard.add_up(sums)  # for each batch, all other processes have zeros, so the sum is exact
     total, queries = sums.sum(0)

@@ -19,7 +19,7 @@ from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
-from lightning_retrieval.metrics.query_gallery import RankingInput
+from lightning_retrieval.metrics.ranked_lists import RankedLists
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.ranking.ranks import ieee_products
@@ -217,19 +217,19 @@ def choose_queries(
     return ids[positions]
 
 
-def nearest_images(ranked: RankingInput, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[RankedImage]]]:
+def nearest_images(ranked: RankedLists, chosen: Int[Tensor, " chosen"], k: int) -> list[tuple[int, list[RankedImage]]]:
     """Return the id and the first k ranked images of each chosen query. The ranking is that of the metrics."""
     ids, lists = ranked.gallery_ids, ranked.lists.finest
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]
     ascending, order = ranked.query_ids.sort()
     queries = order[torch.searchsorted(ascending, chosen)]
-    rows = ranked.query_rows.select(queries)
+    rows = ranked.queries.select(queries)
     scores = torch.empty(len(queries), 0, dtype=rows.dtype, device=ids.device)
     columns = torch.empty(len(queries), 0, dtype=torch.int64, device=ids.device)
     for begin in range(0, len(ids), _BLOCK_GALLERY):
         positions = torch.arange(begin, min(begin + _BLOCK_GALLERY, len(ids)), device=ids.device)
-        gallery = ranked.gallery_rows.range(begin, begin + len(positions))
+        gallery = ranked.gallery.range(begin, begin + len(positions))
         with ieee_products():
             of_block = (rows.to(gallery.device) @ gallery.T).to(ids.device)  # (chosen, block)
         of_block.masked_fill_(~lists.masks(queries, positions)[1], -torch.inf)
@@ -313,11 +313,10 @@ class RetrievalGallery(EvaluationFigure):
                 stacklevel=2,
             )
             return None
-        rows, _ = metrics.gather()
-        lists = metrics.ranking_input(rows)
-        ids, ap = query_ap(metrics, lists.query_ids)
-        chosen = choose_queries(ids, ap, self.queries, self.order).to(lists.query_ids.device)
-        images_of_queries = nearest_images(lists, chosen, self.k)
+        ranked = metrics.ranked_lists()
+        ids, ap = query_ap(metrics, ranked.query_ids)
+        chosen = choose_queries(ids, ap, self.queries, self.order).to(ranked.query_ids.device)
+        images_of_queries = nearest_images(ranked, chosen, self.k)
         if not trainer.is_global_zero or not images_of_queries:
             return None
         captions = {}

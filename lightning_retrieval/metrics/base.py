@@ -1,6 +1,6 @@
 """The base class of all metrics of embeddings: it collects the rows of an evaluation set on any number of processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,32 +17,36 @@ from lightning_retrieval.checks import (
     check_integers,
     check_matrix,
 )
-from lightning_retrieval.distributed import UNSHARDED, Shard, kept_integers, kept_rows, world_size
+from lightning_retrieval.distributed import Shard, kept_integers, kept_rows, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.metrics.gathering import (
-    CollectedRows,
     Images,
-    Report,
     gather_over_processes,
     given_only_sometimes,
     merge_duplicates,
     nothing_to_compute,
+    unit_rows,
 )
-from lightning_retrieval.metrics.plot import Results, plot_results
-from lightning_retrieval.metrics.query_gallery import RankingInput, post_processed, post_processing, query_gallery
+from lightning_retrieval.metrics.ranked_lists import (
+    RankedLists,
+    post_processed,
+    post_processing,
+    queries_and_gallery,
+)
 from lightning_retrieval.ranking.labels import Role, check_roles
 from lightning_retrieval.ranking.relevance import Relevance
 
+Results = Mapping[str, Tensor]  # what `compute` returns
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
 
 
 class EmbeddingMetric(Metric):
-    """Base class of metrics of embeddings. A subclass implements `compute` with the rows that `gather` returns.
+    """Base class of metrics of embeddings. A subclass implements `compute` with the lists of `ranked_lists`.
 
     With several processes, each process holds a shard of about equal size, and gathers other rows block by block.
 
-    Subclasses and callbacks may use `gather`, `ranking_input`, `must_defer_errors` and `defer_error`. A subclass whose
-    lists follow another rule may override `ranking_input`.
+    Subclasses and callbacks may use `gather`, `ranked_lists`, `must_defer_errors` and `defer_error`. A subclass whose
+    lists follow another rule may override `ranked_lists`.
 
     Args:
         query_expansion: maps (queries, gallery, self_index) to new queries, such as
@@ -162,56 +166,59 @@ class EmbeddingMetric(Metric):
         """Plot results, and return the figure and its axes, as the metrics of torchmetrics do.
 
         Args:
-            val: a result of `compute`, drawn as bars, or a list of results, drawn as lines; if None, calls `compute`.
+            val: a result of `compute`, drawn as points, or a list of results, drawn as lines; if None, calls `compute`.
+                Numbers of skipped queries are not drawn.
             ax: the axes of matplotlib to draw on; None for a new figure.
         """
         if val is None:
             val = self.compute()
-        return plot_results(val, ax, title=type(self).__name__)
+        if isinstance(val, Mapping):
+            return self._plot(_without_counts(val), ax)
+        return self._plot([_without_counts(results) for results in val], ax)
 
     @owned
-    def gather(self) -> tuple[Images, Shard]:
-        """The images of all processes, each once, and the shard of this process.
+    def ranked_lists(self, images: Images | None = None) -> RankedLists:
+        """The ranked lists of an evaluation: queries, gallery and the list of each query, after the post-processing.
 
-        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `ranking_input`
+        With several processes, this is a collective operation, as `gather`.
+
+        Args:
+            images: the images of an evaluation set; None for those of all updates.
+        """
+        if images is None:
+            images = self.gather()
+        return post_processed(queries_and_gallery(images), self.query_expansion, self.database_augmentation)
+
+    @owned
+    def gather(self) -> Images:
+        """The images of all processes, each once, in the order of their ids.
+
+        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `ranked_lists`
         distributes them.
 
         With several processes, this is a collective operation, like `compute`. Outside of `compute`, it may be called
         only if `sync_on_compute` is True or there is one process.
         """
-        collected, shard = self._gather_collected()
-        return merge_duplicates(collected), shard
+        return merge_duplicates(self._gather_collected())
 
-    def _gather_collected(self) -> tuple[CollectedRows, Shard]:
-        """The rows of all processes as they were collected, and the shard of this process."""
+    def _gather_collected(self) -> Images:
+        """The rows of all processes as they were collected."""
         if self._over_processes is None:
             with self.sync_context(should_sync=self.sync_on_compute):
                 return self._gather_collected()
-        collected, shard = self._collected(), UNSHARDED
+        collected, error = self._collected(), self._error or self._missing_column()
         if self._over_processes:
             group = self.process_group
             shard = Shard(dist.get_rank(group), dist.get_world_size(group), group, self.device)
             kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
-            report = Report(self._error, self._settings())
-            gathered = gather_over_processes(collected, report, shard=shard, embeddings_device=kept_on)
-            collected = replace(gathered, relevance=self.relevance)
-        elif self._error is not None:
-            raise self._error
+            settings = self._settings()
+            images = gather_over_processes(collected, error, settings, shard=shard, embeddings_device=kept_on)
+            return replace(images, relevance=self.relevance)
+        if error is not None:
+            raise error
         if collected is None:
             raise nothing_to_compute()
-        return collected, shard
-
-    @owned
-    def ranking_input(self, images: Images, *, unit: int | None = None) -> RankingInput:
-        """Queries and gallery of these rows, ready to be ranked: in the order of their lists, and post-processed.
-
-        Args:
-            images: the images of an evaluation set.
-            unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
-                that `positive_ranks` needs.
-        """
-        lists = query_gallery(images, unit=unit)
-        return post_processed(lists, self.query_expansion, self.database_augmentation)
+        return collected
 
     @property
     def must_defer_errors(self) -> bool:
@@ -251,17 +258,9 @@ class EmbeddingMetric(Metric):
         if self.embeddings_on_cpu:
             kept = kept.cpu()
         self.embeddings.append(kept)
-        self.labels.append(kept_integers(labels))
-        self.roles.append(kept_integers(roles))
-        for name, values in optional.items():
+        for name, values in {"labels": labels, "roles": roles, **optional}.items():
             if values is not None:
                 getattr(self, name).append(kept_integers(values))
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Load the rows of a checkpoint, if the states are persistent; raise if an embedding is not finite."""
-        super()._load_from_state_dict(*arguments)
-        for embeddings in self.embeddings:
-            check_finite("state_dict", embeddings, owner=type(self).__name__)
 
     def _check_like_earlier_updates(
         self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]
@@ -282,19 +281,32 @@ class EmbeddingMetric(Metric):
             if (given is not None) != bool(getattr(self, name)):
                 raise given_only_sometimes(name)
 
-    def _collected(self) -> CollectedRows | None:
+    def _missing_column(self) -> InvalidValue | None:
+        """An error if there are several processes and no ids, or if a column was given for only some rows.
+
+        `update` raises for such rows, but `forward` of torchmetrics merges rows without a check.
+        """
+        if self._over_processes and self.embeddings and not self.ids:
+            rule = "must be given if there are several processes"
+            cure = "update with the dataset index of each image, so that images that a sampler repeats are counted once"
+            return InvalidValue(rule, argument="ids", got="none", cure=cure)
+        rows = sum(map(len, self.embeddings))
+        for name in ("ids", "instances", "cameras"):
+            if sum(map(len, getattr(self, name))) not in (0, rows):
+                return given_only_sometimes(name)
+        return None
+
+    def _collected(self) -> Images | None:
         """All rows of this process, None if there are none."""
         if len(self.embeddings) == 0:
             return None
         given = {name: getattr(self, name) for name in ("ids", "roles", "instances", "cameras")}
         columns = {name: dim_zero_cat(batches) for name, batches in given.items() if batches}
-        return CollectedRows(
-            dim_zero_cat(self.labels),
-            columns.pop("ids", None),
-            columns,
-            embeddings=self.embeddings,
-            relevance=self.relevance,
-        )
+        labels = dim_zero_cat(self.labels)
+        ids = columns.pop("ids", torch.arange(len(labels), device=labels.device))
+        labels = labels.reshape(len(labels), -1)
+        embeddings = unit_rows(self.embeddings)
+        return Images(labels=labels, ids=ids, columns=columns, embeddings=embeddings, relevance=self.relevance)
 
     def _settings(self) -> str:
         """The settings that must be equal on all processes, as text. If they differed, processes could wait forever."""
@@ -307,3 +319,8 @@ def _check_no_cameras(relevance: Relevance, cameras: Tensor | None) -> None:
         rule = "must be None with a rule of relevance"
         cure = f"{relevance.name} alone decides which images are in a list, and may read them"
         raise InvalidValue(rule, argument="cameras", got=f"{tuple(cameras.shape)} of them", cure=cure)
+
+
+def _without_counts(results: Results) -> dict[str, Tensor]:
+    """The results without the numbers of skipped queries."""
+    return {name: value for name, value in results.items() if "skipped_queries" not in name.split("/")}

@@ -4,21 +4,16 @@ Like `compute`, both computations are collective operations of the metric's proc
 number of processes.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.metrics.base import EmbeddingMetric
-from lightning_retrieval.metrics.query_gallery import RankingInput
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
+from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.rows import float64_device
 
 FINE_BINS = 20_000  # number of bins from -1 to 1 in which pairs are counted before they are merged for a figure
-_BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
 
 
 def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor, " step"]:
@@ -31,15 +26,14 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         metrics: the metric that holds the embeddings of the set.
         steps: number of steps from recall 0 to 1.
     """
-    rows, shard = metrics.gather()
-    lists = metrics.ranking_input(rows.at_finest_level())
-    shape = (len(lists.query_ids), steps + 1)
-    values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
-    if not lists.is_empty:
-        values.zero_()
-        for ranks in lists.positive_ranks():
-            values[ranks.queries] = interpolated_precision(ranks, steps)
-    shard.add_up(values)  # for each query, all other processes have zeros, so the sum is exact
+    ranked = metrics.ranked_lists(metrics.gather().at_finest_level())
+    shape = (len(ranked.query_ids), steps + 1)
+    values = torch.zeros(shape, dtype=torch.float64, device=float64_device(ranked.query_ids.device))
+    if ranked.is_empty:
+        values.fill_(torch.nan)
+    for ranks in ranked.positive_ranks():
+        values[ranks.queries] = interpolated_precision(ranks, steps)
+    ranked.shard.add_up(values)  # for each query, all other processes have zeros, so the sum is exact
     return values[~values[:, 0].isnan()].mean(0)
 
 
@@ -59,14 +53,13 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         metrics: the metric that holds the embeddings of the set.
         bins: number of bins.
     """
-    rows, shard = metrics.gather()
-    lists = metrics.ranking_input(rows)
-    counts = torch.zeros(2 * bins, dtype=torch.int64, device=rows.ids.device)
-    for _, _, scores, is_relevant, is_candidate in score_blocks(lists):
-        bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
-        bin_index += bins * ~is_relevant
-        counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
-    shard.add_up(counts)
+    ranked = metrics.ranked_lists()
+    counts = torch.zeros(2 * bins, dtype=torch.int64, device=ranked.query_ids.device)
+    for pairs in ranked.score_blocks():
+        bin_index = pairs.scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
+        bin_index += bins * ~pairs.relevant
+        counts += torch.bincount(bin_index[pairs.candidate], minlength=2 * bins)
+    ranked.shard.add_up(counts)
     return counts.view(2, bins)
 
 
@@ -89,41 +82,3 @@ def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor,
     padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
     merged = padded[:, : width * number].reshape(2, number, width).sum(2)
     return merged, edges
-
-
-class ScoreBlock(NamedTuple):
-    """The scores of a block of queries with a block of the gallery.
-
-    Attributes:
-        queries: positions of the queries.
-        gallery: positions of the images of the gallery.
-        scores: cosine similarities.
-        relevant: which images are relevant candidates; with labels of several levels, those of the finest label.
-        candidate: which images are in the list of the query.
-    """
-
-    queries: slice
-    gallery: slice
-    scores: Float[Tensor, "query gallery"]
-    relevant: Bool[Tensor, "query gallery"]
-    candidate: Bool[Tensor, "query gallery"]
-
-
-def score_blocks(ranked: RankingInput) -> Iterator[ScoreBlock]:
-    """The scores of this process's queries with the gallery, block by block.
-
-    Args:
-        ranked: queries and gallery.
-    """
-    device = ranked.query_ids.device
-    lists = ranked.lists.finest
-    # The blocks do not depend on the number of processes, so neither do the last digits of the scores.
-    for begin in range(0, len(ranked.gallery_ids), _BLOCK_GALLERY):
-        end = min(begin + _BLOCK_GALLERY, len(ranked.gallery_ids))
-        images = torch.arange(begin, end, device=device)
-        gallery = ranked.gallery_rows.range(begin, end).to(device)
-        for queries, block in ranked.query_rows.blocks():
-            with ieee_products():
-                scores = queries.to(device) @ gallery.T
-            rows = torch.arange(block.start, block.stop, device=device)
-            yield ScoreBlock(block, slice(begin, end), scores, *lists.masks(rows, images))

@@ -8,7 +8,6 @@ rows, and each process gets a shard of the chosen rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -59,14 +58,6 @@ class UnitRows:
         """The rows that a mask or a tensor of indices selects."""
         return replace(self, index=self.index[chosen.to(self.index.device)])
 
-    def tensor(self) -> Float[Tensor, "row dim"]:
-        """The chosen rows as unit rows, in float32 or better.
-
-        With several processes, this is a collective operation.
-        """
-        rows_of_process = -(-len(self.index) // self.shard.count)
-        return self.sharded(unit=max(1, rows_of_process)).all()
-
     def sharded(self, unit: int) -> ShardedRows:
         """The chosen rows as unit rows, distributed over the processes in blocks of `unit` rows.
 
@@ -89,54 +80,23 @@ class UnitRows:
         rows = torch.empty(sizes[self.shard.index], self.batches[0].shape[1], dtype=dtype, device=self.device)
         block_rows = max(1, _BLOCK_NUMBERS // max(1, rows.shape[1]))
         blocks = -(-max(self.counts) // block_rows)
-        sent, received = self._sent(sizes, block_rows, blocks), self._received(sizes, block_rows, blocks)
+        # Each chosen row has an index on the process that sends it, and another one on the process that receives it.
+        sender, sent_index = _sections(self.index, self.counts)
+        receiver, received_index = _sections(torch.arange(len(self.index), device=self.device), sizes)
+        is_sent, is_received = sender == self.shard.index, receiver == self.shard.index
+        # Between two processes, the rows of a block are in the order of their indices on the sender.
+        order, sent_counts = _by_block(sent_index[is_sent], receiver[is_sent], block_rows, blocks, len(sizes))
+        sent = sent_index[is_sent][order].split(list(map(sum, sent_counts)))
+        order, received_counts = _by_block(sent_index[is_received], sender[is_received], block_rows, blocks, len(sizes))
+        received = received_index[is_received][order].split(list(map(sum, received_counts)))
         for number, block in enumerate(_blocks(self.batches, block_rows, blocks)):
             chosen = rows[:0]
-            if sum(sent.counts[number]) > 0:
-                chosen = _normalized(block)[sent.of_block(number) - number * block_rows]
+            if len(sent[number]) > 0:
+                chosen = _normalized(block)[sent[number] - number * block_rows]
             if self.shard.count > 1:
-                chosen = exchange_rows(chosen, sent.counts[number], received.counts[number], self.shard)
-            rows[received.of_block(number)] = chosen
+                chosen = exchange_rows(chosen, sent_counts[number], received_counts[number], self.shard)
+            rows[received[number]] = chosen
         return rows
-
-    def _sent(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
-        """The chosen rows of this process's batches, by block and by receiving process."""
-        begin = sum(self.counts[: self.shard.index])
-        held = ((self.index >= begin) & (self.index < begin + self.counts[self.shard.index])).nonzero()[:, 0]
-        row = self.index[held] - begin
-        receiver = _section(held, sizes)
-        order, counts = _by_block(row, receiver, block_rows, blocks, len(sizes))
-        return _Transfers(row[order], counts)
-
-    def _received(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
-        """The positions of received rows in the result of this process, by block and by sending process."""
-        begin = sum(sizes[: self.shard.index])
-        wanted = self.index[begin : begin + sizes[self.shard.index]]
-        sender = _section(wanted, self.counts)
-        starts = torch.tensor([0, *accumulate(self.counts)], device=wanted.device)
-        return _Transfers(*_by_block(wanted - starts[sender], sender, block_rows, blocks, len(sizes)))
-
-
-@dataclass(frozen=True)
-class _Transfers:
-    """Rows that are sent or received, ordered by block and, within a block, by process.
-
-    Args:
-        rows: all rows.
-        counts: for each block, the number of rows of each process.
-    """
-
-    rows: Int[Tensor, " row"]
-    counts: Sequence[Sequence[int]]
-
-    def of_block(self, number: int) -> Int[Tensor, " row"]:
-        """The rows of a block."""
-        return self.rows[self._ends[number] : self._ends[number + 1]]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """0, then the end of each block."""
-        return [0, *accumulate(map(sum, self.counts))]
 
 
 def unit_rows(batches: Sequence[Float[Tensor, "_ dim"]]) -> UnitRows:
@@ -145,10 +105,12 @@ def unit_rows(batches: Sequence[Float[Tensor, "_ dim"]]) -> UnitRows:
     return UnitRows(batches, torch.arange(rows, device=batches[0].device), [rows])
 
 
-def _section(positions: Int[Tensor, " row"], sizes: Sequence[int]) -> Int[Tensor, " row"]:
-    """The index of the section that contains each position, for consecutive sections of these sizes."""
+def _sections(positions: Int[Tensor, " row"], sizes: Sequence[int]) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
+    """For consecutive sections of these sizes: the section that contains each position, and the index in it."""
     ends = torch.tensor(list(accumulate(sizes)), device=positions.device)
-    return torch.searchsorted(ends, positions, right=True)
+    starts = ends - torch.tensor(sizes, device=positions.device)
+    section = torch.searchsorted(ends, positions, right=True)
+    return section, positions - starts[section]
 
 
 def _by_block(
@@ -189,12 +151,12 @@ def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Images(Rows):
-    """The images of an evaluation set, each once, in the order of their ids.
+    """Images with their embeddings: the rows of all updates, in any order, or each image once, in the order of the ids.
 
     Args:
         labels: labels of shape (row, level); if there is a rule of relevance, the columns that the rule reads.
         ids: the id of each image.
-        columns: the `"roles"` of the images, and any `"cameras"`.
+        columns: the `"roles"` of the images, and any `"instances"` and `"cameras"`.
         embeddings: the embeddings.
         relevance: the rule of relevance, or None.
     """
@@ -210,6 +172,17 @@ class Images(Rows):
     def with_roles(self, roles: Int[Tensor, " row"]) -> "Images":
         """The same images with other roles."""
         return replace(self, columns={**self.columns, "roles": roles})
+
+    def shortened(self, dim: int) -> "Images":
+        """The same images with the first `dim` dimensions of each embedding. Nothing is copied."""
+        batches = [batch[:, :dim] for batch in self.embeddings.batches]
+        return replace(self, embeddings=replace(self.embeddings, batches=batches))
+
+    def at_finest_level(self) -> "Images":
+        """The images with only their finest labels; the same images if there is a rule, which reads all columns."""
+        if self.relevance is not None:
+            return self
+        return replace(self, labels=self.labels[:, :1])
 
     @property
     def rule(self) -> Relevance:
@@ -227,114 +200,58 @@ class Images(Rows):
             return Rows(torch.cat([self.labels, self.columns["cameras"][:, None]], 1), self.ids)
         return Rows(self.labels, self.ids)
 
-    def at_finest_level(self) -> "Images":
-        """The rows with only their finest labels; the same rows if there is a rule, which reads all columns."""
-        if self.relevance is not None:
-            return self
-        return replace(self, labels=self.labels[:, :1])
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CollectedRows(Rows):
-    """The rows of all updates in any order. An image may occur several times.
-
-    Labels, ids and columns are those of this process before `gather_over_processes`, and those of all processes in rank
-    order afterwards.
-
-    Args:
-        columns: the `"roles"` of the rows, and any `"instances"` and `"cameras"`.
-        embeddings: embeddings of this process, in batches.
-        counts: number of rows of each process; None before rows are gathered.
-        shard: the shard of this process.
-        relevance: the rule of relevance, which reads the labels, or None.
-        are_compared: whether the rows with the same id are known to be equal.
-    """
-
-    embeddings: Sequence[Float[Tensor, "_ dim"]]
-    counts: Sequence[int] | None = None
-    shard: Shard = UNSHARDED
-    relevance: Relevance | None = None
-    are_compared: bool = False
-
-    def unit_rows(self) -> UnitRows:
-        """The embeddings of all rows, which are normalised later, when they are needed."""
-        if self.counts is None:
-            return unit_rows(self.embeddings)
-        every = torch.arange(sum(self.counts), device=self.embeddings[0].device)
-        return UnitRows(self.embeddings, every, self.counts, self.shard)
-
-    def shortened(self, dim: int) -> "CollectedRows":
-        """The same rows with the first `dim` dimensions of each embedding, for which `merge_duplicates` did not raise.
-
-        Nothing is copied.
-        """
-        return replace(self, embeddings=[batch[:, :dim] for batch in self.embeddings], are_compared=True)
-
 
 class RowFormat(NamedTuple):
     """The properties that the rows of all processes must share."""
 
     dim: int
     dtype: str
-    label_shape: tuple[int, ...]
-    has_ids: bool
+    levels: int
     columns: tuple[str, ...]
 
 
-class Report(NamedTuple):
-    """The report of a process before rows are gathered.
-
-    Attributes:
-        error: an error of this process, which is then raised on all processes; or None.
-        settings: settings of the metric, which must be equal on all processes.
-    """
-
-    error: Exception | None
-    settings: str
-
-
 def gather_over_processes(
-    rows: CollectedRows | None, report: Report, *, shard: Shard, embeddings_device: torch.device
-) -> CollectedRows:
+    images: Images | None, error: Exception | None, settings: str, *, shard: Shard, embeddings_device: torch.device
+) -> Images:
     """The rows of all processes in rank order, except that embeddings are only those of this process.
 
     This is a collective operation.
 
     Args:
-        rows: the rows of this process, or None if it has none.
-        report: the report of this process.
+        images: the rows of this process, or None if it has none.
+        error: an error of this process, which is then raised on all processes; or None.
+        settings: settings of the metric, which must be equal on all processes.
         shard: the shard of this process, with the group and the device of the collective operations.
         embeddings_device: device on which embeddings are kept.
 
     Raises:
-        ValueError: on all processes, if a process reports an error, no process has rows, formats or settings differ
-            between processes, or there are no ids.
+        ValueError: on all processes, if a process has an error, no process has rows, or formats or settings differ
+            between processes.
     """
-    count, row_format, error = 0, None, report.error
-    if rows is not None:
-        count, row_format = len(rows), _format_of(rows)
-        if error is None:
-            error = _incomplete_column(rows)
-    reports: list[Any] = [None] * shard.count
+    count, row_format = 0, None
+    if images is not None:
+        count, row_format = len(images), _format_of(images)
     if error is not None:
         error = as_sent(error)
-    dist.all_gather_object(reports, (count, row_format, Report(error, report.settings)), group=shard.group)
-    counts, formats, of_processes = zip(*reports)
-    for rank, found in enumerate(of_processes):
-        if found.error is not None:
-            found.error.add_note(f"This happened on rank {rank}.")
-            raise found.error
-    settings = {found.settings for found in of_processes}
-    if len(settings) > 1:
-        raise InvalidValue("the settings must be the same on all processes", got=sorted(settings))
+    reports: list[Any] = [None] * shard.count
+    dist.all_gather_object(reports, (count, row_format, error, settings), group=shard.group)
+    counts, formats, errors, all_settings = zip(*reports)
+    for rank, of_process in enumerate(errors):
+        if of_process is not None:
+            of_process.add_note(f"This happened on rank {rank}.")
+            raise of_process
+    if len(set(all_settings)) > 1:
+        raise InvalidValue("the settings must be the same on all processes", got=sorted(set(all_settings)))
     row_format = _common_format(formats)
-    if rows is None:
-        rows = _no_rows(row_format, shard.device, embeddings_device)
-    gathered = rows.map(lambda column: gather_rows(column, counts, shard.group))
-    return replace(gathered, counts=counts, shard=shard)
+    if images is None:
+        images = _no_images(row_format, shard.device, embeddings_device)
+    batches = images.embeddings.batches
+    every = torch.arange(sum(counts), device=batches[0].device)
+    gathered = images.map(lambda column: gather_rows(column, counts, shard.group))
+    return replace(gathered, embeddings=UnitRows(batches, every, counts, shard))
 
 
-def merge_duplicates(collected: CollectedRows) -> Images:
+def merge_duplicates(collected: Images, *, compare: bool = True) -> Images:
     """Sort the rows by id, merge rows with the same id, and average the images of each instance.
 
     Of the rows with the same id, the first is kept, with the union of their roles. They must be equal up to rounding,
@@ -342,37 +259,26 @@ def merge_duplicates(collected: CollectedRows) -> Images:
 
     With several processes, this is a collective operation.
 
+    Args:
+        collected: the rows of all updates.
+        compare: whether to compare the embeddings of rows with the same id; False if this has been done.
+
     Raises:
-        ValueError: if ids, instances or cameras were given for only some rows, label levels do not nest, an id or an
-            instance has two labels or two cameras, an instance has two roles, or an id has two embeddings.
+        ValueError: if label levels do not nest, an id or an instance has two labels or two cameras, an instance has two
+            roles, or an id has two embeddings.
     """
-    error = _incomplete_column(collected)
-    if error is not None:
-        raise error
-    labels = collected.labels.reshape(len(collected.labels), -1)
-    ids = collected.ids
-    if ids is None:
-        ids = torch.arange(len(labels), device=labels.device)
     if collected.relevance is None:
-        check_nesting(labels)
-    rows = Rows(labels, ids, collected.columns)
-    first, roles = _first_of_each("id", ids, rows)
-    if len(first) < len(ids) and not collected.are_compared:
-        _check_one_image_per_id(collected, ids, first)
-    once = rows.select(first)
-    columns = {**once.columns, "roles": roles}
-    instances = columns.pop("instances", None)
-    images = Images(
-        labels=once.labels,
-        ids=ids[first],
-        columns=columns,
-        embeddings=collected.unit_rows().select(first),
-        relevance=collected.relevance,
-    )
+        check_nesting(collected.labels)
+    first, roles = _first_of_each("id", collected.ids, collected)
+    if compare and len(first) < len(collected):
+        _check_one_image_per_id(collected, first)
+    images = collected.select(first).with_roles(roles)
+    instances = images.columns.get("instances")
     if instances is None:
         return images
-    of_instance, roles = _first_of_each("instance", instances, images)
-    return _average_instances(images, instances, of_instance, roles)
+    columns = {name: column for name, column in images.columns.items() if name != "instances"}
+    images = replace(images, columns=columns)
+    return _average_instances(images, instances, *_first_of_each("instance", instances, images))
 
 
 def given_only_sometimes(name: str) -> InvalidValue:
@@ -385,25 +291,9 @@ def nothing_to_compute() -> InvalidValue:
     return InvalidValue("there is nothing to compute", cure="call update with at least one row first")
 
 
-def _incomplete_column(rows: CollectedRows) -> InvalidValue | None:
-    """An error if ids, instances or cameras were given for only some rows, else None.
-
-    `update` raises for such rows, but `forward` of torchmetrics merges rows without a check.
-    """
-    for name, column in {"ids": rows.ids, **rows.columns}.items():
-        if column is not None and len(column) != len(rows):
-            return given_only_sometimes(name)
-    return None
-
-
-def _format_of(rows: CollectedRows) -> RowFormat:
-    return RowFormat(
-        dim=rows.embeddings[0].shape[1],
-        dtype=str(rows.embeddings[0].dtype),
-        label_shape=tuple(rows.labels.shape[1:]),
-        has_ids=rows.ids is not None,
-        columns=tuple(rows.columns),
-    )
+def _format_of(images: Images) -> RowFormat:
+    batch = images.embeddings.batches[0]
+    return RowFormat(batch.shape[1], str(batch.dtype), images.labels.shape[1], tuple(images.columns))
 
 
 def _common_format(formats: Sequence[RowFormat | None]) -> RowFormat:
@@ -413,23 +303,18 @@ def _common_format(formats: Sequence[RowFormat | None]) -> RowFormat:
         raise nothing_to_compute()
     if len(found) > 1:
         raise InvalidValue("rows must have the same format on all processes", got=sorted(found))
-    row_format = found.pop()
-    if not row_format.has_ids:
-        rule = "must be given if there are several processes"
-        cure = "update with the dataset index of each image, so that images that a sampler repeats are counted once"
-        raise InvalidValue(rule, argument="ids", got=f"none on {len(formats)} processes", cure=cure)
-    return row_format
+    return found.pop()
 
 
-def _no_rows(row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device) -> CollectedRows:
+def _no_images(row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device) -> Images:
     """An empty set of rows of this format, for a process without rows."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
-    return CollectedRows(
-        integers.new_empty(0, *row_format.label_shape),
-        integers,
-        dict.fromkeys(row_format.columns, integers),
-        embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
+    return Images(
+        labels=integers.new_empty(0, row_format.levels),
+        ids=integers,
+        columns=dict.fromkeys(row_format.columns, integers),
+        embeddings=unit_rows([torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)]),
     )
 
 
@@ -459,21 +344,21 @@ def _first_of_each(
     return first, union
 
 
-def _check_one_image_per_id(collected: CollectedRows, ids: Int[Tensor, " row"], first: Int[Tensor, " value"]) -> None:
+def _check_one_image_per_id(collected: Images, first: Int[Tensor, " value"]) -> None:
     """Raise on all processes if rows with the same id differ by more than rounding, so that they are different images.
 
     Rows without a role are not compared. With several processes, this is a collective operation.
 
     Args:
         collected: the rows.
-        ids: the id of each row.
         first: index of the first row of each id, in ascending order of ids.
     """
-    roles, first_of_row = collected.columns["roles"], first[torch.searchsorted(ids[first], ids)]
+    ids, roles = collected.ids, collected.columns["roles"]
+    first_of_row = first[torch.searchsorted(ids[first], ids)]
     is_repeated = first_of_row != torch.arange(len(ids), device=ids.device)
     repeated = (is_repeated & (roles | roles[first_of_row] != Role.JUNK)).nonzero()[:, 0]
     others = first_of_row[repeated]
-    squares = _squared_distances(collected, repeated, others)
+    squares = _squared_distances(collected.embeddings, repeated, others)
     wrong = (squares > _LARGEST_ERROR).nonzero()[:, 0]
     if len(wrong) == 0:
         return
@@ -503,16 +388,16 @@ _CURE_OF_SHARED_IDS = (
 
 
 def _squared_distances(
-    collected: CollectedRows, rows: Int[Tensor, " pair"], others: Int[Tensor, " pair"]
+    unit: UnitRows, rows: Int[Tensor, " pair"], others: Int[Tensor, " pair"]
 ) -> Float[Tensor, " pair"]:
     """The squared distances of pairs of unit rows, on every process. Each process computes a part of them.
 
     Args:
-        collected: the rows of all processes.
+        unit: the rows of all processes.
         rows: indices of the first row of each pair.
         others: indices of the second row of each pair.
     """
-    unit, shard = collected.unit_rows(), collected.shard
+    shard = unit.shard
     squares = torch.zeros(len(rows), device=rows.device)
     for pairs in torch.arange(len(rows), device=rows.device).split(_COMPARED_ROWS * shard.count):
         parts = pairs.tensor_split(shard.count)

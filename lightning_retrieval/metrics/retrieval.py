@@ -8,7 +8,6 @@ query; nothing else has to change.
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -17,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
-from lightning_retrieval.checks import check_integer, check_matrix, check_strings, short_repr
+from lightning_retrieval.checks import check_counts, check_strings, short_repr
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.gathering import CollectedRows, Images, merge_duplicates
+from lightning_retrieval.metrics.gathering import Images, merge_duplicates
 from lightning_retrieval.metrics.intervals import bootstrap_intervals
-from lightning_retrieval.metrics.query_gallery import RankingInput
+from lightning_retrieval.metrics.ranked_lists import RankedLists
 from lightning_retrieval.metrics.skipped import skipped_queries
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
@@ -138,7 +137,7 @@ def metrics_table(
     return table
 
 
-def query_values(ranked: RankingInput, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
+def query_values(ranked: RankedLists, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
 
     With several processes, this is a collective operation, and each process gets the values of all queries.
@@ -165,13 +164,13 @@ def query_values(ranked: RankingInput, metrics: Sequence[QueryMetric]) -> dict[s
         table.fill_(torch.nan)
         return columns
     position = by_id.argsort().to(device)
-    hidden = ranked.query_rows.shard.index > 0
-    with Progress("Ranking", total=len(ranked.query_rows.local), units="queries", hidden=hidden) as progress:
+    hidden = ranked.shard.index > 0
+    with Progress("Ranking", total=len(ranked.queries.local), units="queries", hidden=hidden) as progress:
         for ranks in ranked.positive_ranks():
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
-    ranked.query_rows.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
+    ranked.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
     return columns
 
 
@@ -249,17 +248,9 @@ class RetrievalMetrics(EmbeddingMetric):
         super().__init__(**settings)
         self.reverse = reverse
         with owned_by(type(self).__name__):
-            self.dims: tuple[int, ...] = ()
-            if len(dims) > 0:
-                self.dims = check_dims(dims)
-            if not isinstance(ks, Sequence) or len(ks) == 0:
-                raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
-            if not isinstance(map_ks, Sequence):
-                raise InvalidValue(
-                    "must hold the k of mAP@k, such as (100,)", argument="map_ks", got=short_repr(map_ks)
-                )
-            self.ks = tuple(check_integer("ks", k, least=1) for k in ks)
-            self.map_ks = tuple(check_integer("map_ks", k, least=1) for k in map_ks)
+            self.dims = check_dims(dims) if len(dims) > 0 else ()
+            self.ks = check_counts("ks", ks)
+            self.map_ks = check_counts("map_ks", map_ks) if len(map_ks) > 0 else ()
             self.map_divisor = checked(self, map_divisor=map_divisor)
             check_strings("extra_metrics", extra_metrics)
             self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
@@ -284,7 +275,7 @@ class RetrievalMetrics(EmbeddingMetric):
                 metrics of the first dimensions, named `"mAP/16d"` and so on. With `reverse`, all of these follow again
                 as `"reverse/mAP"` and so on. If all queries are skipped, values are NaN and a warning is issued.
         """
-        collected, _ = self._gather_collected()
+        collected = self._gather_collected()
         results, values = self._of_direction(collected)
         self._cached_values, self._updates_of_values = {"": values}, self.update_count
         if self.reverse:
@@ -294,7 +285,7 @@ class RetrievalMetrics(EmbeddingMetric):
             results |= {f"{REVERSE}{name}": value for name, value in of_reverse.items()}
         return results
 
-    def _of_direction(self, collected: CollectedRows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _of_direction(self, collected: Images) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The metrics of the gallery's ranking for each query, and the values of each query."""
         rows = merge_duplicates(collected)
         table = self._table(rows)
@@ -303,8 +294,8 @@ class RetrievalMetrics(EmbeddingMetric):
         results = dict(of_all_dims)
         for dim in self.dims:
             means = of_all_dims
-            if dim < collected.embeddings[0].shape[1]:
-                shortened = merge_duplicates(collected.shortened(dim))
+            if dim < collected.embeddings.batches[0].shape[1]:
+                shortened = merge_duplicates(collected.shortened(dim), compare=False)
                 means = self._means(table, self._query_values(shortened, table))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_first_label = rows.labels[:, 0] == rows.labels[0, 0]
@@ -363,10 +354,10 @@ class RetrievalMetrics(EmbeddingMetric):
              4: 'no other image of its label is in the gallery'}
         """
         values = self.per_query(reverse)
-        collected, _ = self._gather_collected()
+        collected = self._gather_collected()
         if reverse:
             collected = _with_swapped_roles(collected)
-        images = self._as_ranked(merge_duplicates(replace(collected, are_compared=True)))
+        images = self._as_ranked(merge_duplicates(collected, compare=False))
         ids = values["ids"][values["AP"].isnan()].unique()
         return skipped_queries(ids, images, collected, self._rule).by_id()
 
@@ -398,7 +389,6 @@ class RetrievalMetrics(EmbeddingMetric):
         return f"{settings}, relevance={self.relevance}"
 
     def _append(self, embeddings: Tensor, *arguments: Any) -> None:
-        check_matrix("embeddings", embeddings)
         check_dims_fit(self.dims, embeddings)
         super()._append(embeddings, *arguments)
 
@@ -424,14 +414,14 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def _query_values(self, rows: Images, table: Sequence[QueryMetric]) -> dict[str, Tensor]:
         """The results of `per_query` for these rows and metrics."""
-        lists = self.ranking_input(rows)
-        self._rule = lists.lists.rule
-        if not lists.is_empty:
-            every_query_in_gallery = bool((lists.self_index >= 0).all())
-            self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
-        return query_values(lists, table)
+        ranked = self.ranked_lists(rows)
+        self._rule = ranked.lists.rule
+        if not ranked.is_empty:
+            every_query_in_gallery = bool((ranked.self_index >= 0).all())
+            self.ranked_images = len(ranked.gallery_ids) - int(every_query_in_gallery)
+        return query_values(ranked, table)
 
-    def _warn_of_no_positive(self, queries: int, rows: Images, collected: CollectedRows) -> None:
+    def _warn_of_no_positive(self, queries: int, rows: Images, collected: Images) -> None:
         """Warn that no query has a positive, and why."""
         images = self._as_ranked(rows)
         is_query, is_gallery = (has_role(images.columns["roles"], role) for role in (Role.QUERY, Role.GALLERY))
@@ -452,12 +442,12 @@ class RetrievalMetrics(EmbeddingMetric):
         return rows
 
 
-def _with_swapped_roles(collected: CollectedRows) -> CollectedRows:
+def _with_swapped_roles(collected: Images) -> Images:
     """The same rows, in which queries are the gallery and the gallery are queries."""
     roles = collected.columns["roles"]
     is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
     swapped = is_query * int(Role.GALLERY) + is_gallery * int(Role.QUERY)
-    return replace(collected, columns={**collected.columns, "roles": swapped})
+    return collected.with_roles(swapped)
 
 
 def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:

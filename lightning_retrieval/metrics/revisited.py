@@ -20,183 +20,93 @@ skipped in the means of this setup, and the number of skipped queries is reporte
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
+from lightning_retrieval.checks import check_counts
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Images
-from lightning_retrieval.metrics.query_gallery import RankingInput
+from lightning_retrieval.metrics.ranked_lists import RankedLists
 from lightning_retrieval.ranking.lists import Lists
-from lightning_retrieval.ranking.ranks import count_at_least, ieee_products
+from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.relevance import Relevance
-from lightning_retrieval.ranking.rows import Rows, ShardedRows, float64_device
+from lightning_retrieval.ranking.rows import float64_device
+
+ImagesOfQueries = Mapping[int, Sequence[int]]  # ids of images by the id of a query
+
+# The lists whose images are positives in each setup. The images of the other lists are removed from the query's list.
+SETUPS = {"easy": ("easy",), "medium": ("easy", "hard"), "hard": ("hard",)}
 
 
-class Kind(IntEnum):
-    """The kind of an image for a query. Images in no list are wrong results."""
-
-    EASY = 0
-    HARD = 1
-    JUNK = 2
-    NOT_LISTED = 3
-
-
-# The kinds that are positives in each setup. All other listed images are removed from the query's list.
-SETUPS = {"easy": (Kind.EASY,), "medium": (Kind.EASY, Kind.HARD), "hard": (Kind.HARD,)}
-
-
-class ListedImages(NamedTuple):
-    """The listed images of each query; rows are padded with `Kind.NOT_LISTED`.
-
-    Attributes:
-        kind: kind of each image; `Kind.NOT_LISTED` for images that are missing in the gallery.
-        column: index of each image in the gallery; arbitrary where `kind` is `Kind.NOT_LISTED`.
-    """
-
-    kind: Int[Tensor, "query listed"]
-    column: Int[Tensor, "query listed"]
-
-
-class QueryLists(NamedTuple):
-    """The easy, hard and junk images of each query: three mappings from a query's id to a list of image ids."""
-
-    easy: Mapping[int, Sequence[int]]
-    hard: Mapping[int, Sequence[int]]
-    junk: Mapping[int, Sequence[int]]
-
-    def check(self) -> None:
-        """Raise an error unless the three mappings have the same queries, and no query lists an image twice."""
-        for name, lists in self._asdict().items():
-            _check_mapping(name, lists)
-            different = lists.keys() ^ self.easy.keys()
-            if different:
-                rule = "must have the same queries as `easy`"
-                raise InvalidValue(rule, argument=name, got=f"a difference at query {min(different)}")
-        for query in self.easy:
-            images = self.images(query)
-            repeated = [image for image in images if images.count(image) > 1]
-            if repeated:
-                rule = "`easy`, `hard` and `junk` must list an image only once for a query, and not the query itself"
-                raise InvalidValue(rule, got=f"image {repeated[0]} twice for query {query}")
-
-    def check_queries(self, queries: Sequence[int]) -> None:
-        """Raise an error unless all queries have lists."""
-        missing = [query for query in queries if query not in self.easy]
-        if missing:
-            rule = "`easy`, `hard` and `junk` must have lists for all queries"
-            got = f"none for {len(missing)} of {len(queries)} queries, such as query {missing[0]}"
-            raise InvalidValue(rule, got=got, cure="`roles` says which images are queries")
-
-    def images(self, query: int) -> list[int]:
-        """The ids of the easy, hard and junk images, then of the query, which counts as junk in its own list."""
-        return [*self.easy[query], *self.hard[query], *self.junk[query], query]
-
-    def kinds(self, query: int) -> Int[Tensor, " listed"]:
-        """The kind of each of `images`."""
-        counts = torch.tensor([len(self.easy[query]), len(self.hard[query]), len(self.junk[query]) + 1])
-        return torch.tensor([int(Kind.EASY), int(Kind.HARD), int(Kind.JUNK)]).repeat_interleave(counts)
-
-    def positives(self, query: int, kinds: Sequence[Kind]) -> int:
-        """The number of images of these kinds (easy or hard), including images that are missing in the gallery."""
-        lists = {Kind.EASY: self.easy, Kind.HARD: self.hard}
-        return sum(len(lists[kind][query]) for kind in kinds)
-
-    def find(self, queries: Sequence[int], gallery_ids: Int[Tensor, " gallery"]) -> ListedImages:
-        """Find the listed images of these queries in a gallery."""
-        sorted_ids, order = gallery_ids.sort()
-        kinds, columns = [], []
-        for query in queries:
-            ids = torch.tensor(self.images(query), device=gallery_ids.device)
-            column = order[torch.searchsorted(sorted_ids, ids).clamp(max=len(sorted_ids) - 1)]
-            in_gallery = gallery_ids[column] == ids
-            kind = self.kinds(query).to(gallery_ids.device)
-            kinds.append(kind.masked_fill(~in_gallery, int(Kind.NOT_LISTED)))
-            columns.append(column)
-        return ListedImages(
-            pad_sequence(kinds, batch_first=True, padding_value=int(Kind.NOT_LISTED)),
-            pad_sequence(columns, batch_first=True),
-        )
-
-
-def _check_mapping(name: str, lists: Any) -> None:
-    if not isinstance(lists, Mapping):
-        raise InvalidType("must map each query's id to ids of images", argument=name, got=type(lists).__name__)
-    for query, images in lists.items():
-        if not isinstance(images, Sequence) or not all(isinstance(number, int) for number in (query, *images)):
-            rule = "must map integers to lists of integers"
-            raise InvalidType(rule, argument=name, got=f"{short_repr(images)} for {short_repr(query)}")
-
-
-# Blocks have a fixed size and are padded, so that scores do not depend on the number of processes, and equal
-# embeddings have equal scores (see `lightning_retrieval.ranking.positive_ranks`).
-_BLOCK_ROWS = 128
-_BLOCK_COLUMNS = 384 * 16
-
-
-def setup_values(
-    rank: Int[Tensor, "query listed"],
-    rank_among_positives: Int[Tensor, "query listed"],
-    is_positive: Bool[Tensor, "query listed"],
-    total: Int[Tensor, " query"],
-    ks: Sequence[int],
-) -> dict[str, Float[Tensor, " query"]]:
-    """AP by the trapezoid rule, named `"mAP"`, and P@k, named `"mP@k"`, of each query in one setup.
-
-    The values of a query without positives are NaN.
+class SetupRule(Relevance):
+    """The rule of a setup, which reads the ids: some lists hold the relevant images, others those that are removed.
 
     Args:
-        rank: rank of each positive, from 1, without the images that are removed in this setup; arbitrary elsewhere.
-        rank_among_positives: for each positive, the number of positives that score at least as high.
-        is_positive: which columns are positives.
-        total: number of positives of each query, including positives that are missing in the gallery.
-        ks: the k of P@k.
+        relevant: lists of the relevant images of each query.
+        removed: lists of the images that are no candidates.
     """
-    precision_before = (rank_among_positives - 1) / (rank - 1).clamp(min=1).double()
-    precision_before = torch.where(rank > 1, precision_before, 1.0)
-    precision = rank_among_positives / rank.clamp(min=1).double()
-    trapezoid = torch.where(is_positive, (precision_before + precision) / 2, 0.0)
-    values = {"mAP": trapezoid.sum(1) / total}
-    last_rank = rank.masked_fill(~is_positive, 0).amax(1)
-    for k in ks:
-        smaller_k = last_rank.clamp(max=k)
-        hits = (is_positive & (rank <= smaller_k[:, None])).sum(1)
-        values[f"mP@{k}"] = hits / smaller_k.clamp(min=1).double()
-    for column in values.values():
-        column.masked_fill_(total == 0, torch.nan)
-    return values
-
-
-class _ByFiles(Relevance):
-    """Relevant are the images that a file calls easy or hard for the query; junk is in no list. Reads the ids."""
 
     reads = ("ids",)
     has_classes = False
 
-    def __init__(
-        self, easy: Mapping[int, Sequence[int]], hard: Mapping[int, Sequence[int]], junk: Mapping[int, Sequence[int]]
-    ) -> None:
-        self.easy, self.hard, self.junk = easy, hard, junk
+    def __init__(self, relevant: Sequence[ImagesOfQueries], removed: Sequence[ImagesOfQueries]) -> None:
+        self.relevant, self.removed = relevant, removed
 
     def masks(self, queries: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
-        ids = references[:, 0]
+        ids = references[:, 0].contiguous()
+        by_id = ids.argsort()
         relevant = torch.zeros(len(queries), len(ids), dtype=torch.bool, device=ids.device)
         candidate = torch.ones_like(relevant)
         for row, query in enumerate(queries[:, 0].tolist()):
-            positives = [*self.easy.get(query, ()), *self.hard.get(query, ())]
-            junk = list(self.junk.get(query, ()))
-            relevant[row] = torch.isin(ids, torch.tensor(positives, dtype=torch.int64, device=ids.device))
-            candidate[row] = ~torch.isin(ids, torch.tensor(junk, dtype=torch.int64, device=ids.device))
+            relevant[row, _positions(ids, by_id, self.relevant, query)] = True
+            candidate[row, _positions(ids, by_id, self.removed, query)] = False
         return relevant, candidate
+
+
+def _positions(
+    ids: Int[Tensor, " image"], by_id: Int[Tensor, " image"], lists: Iterable[ImagesOfQueries], query: int
+) -> Int[Tensor, " listed"]:
+    """The positions of the images of these lists of a query, without those that are missing.
+
+    Args:
+        ids: ids of all images.
+        by_id: the order of the ids.
+        lists: the lists of all queries.
+        query: the id of the query.
+    """
+    listed = torch.tensor(
+        [image for images in lists for image in images.get(query, ())], dtype=torch.int64, device=ids.device
+    )
+    first = torch.searchsorted(ids, listed, sorter=by_id)
+    last = torch.searchsorted(ids, listed, sorter=by_id, right=True)
+    return by_id[first[last > first]]
+
+
+def trapezoid_ap(ranks: PositiveRanks, total: Int[Tensor, " query"]) -> Float[Tensor, " query"]:
+    """AP of each query by the trapezoid rule.
+
+    Args:
+        ranks: ranks of the positives that are in the gallery.
+        total: number of positives of each query, including positives that are missing in the gallery.
+    """
+    precision_before = (ranks.rank_among_positives - 1) / (ranks.rank - 1).clamp(min=1).double()
+    precision_before = torch.where(ranks.rank > 1, precision_before, 1.0)
+    trapezoid = (precision_before + ranks.precision) / 2
+    return torch.where(ranks.is_positive, trapezoid, 0.0).sum(1) / total
+
+
+def precision_up_to_last(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
+    """P@k of each query, of which k is at most the rank of its last positive."""
+    last_rank = ranks.rank.masked_fill(~ranks.is_positive, 0).amax(1)
+    smaller_k = last_rank.clamp(max=k)
+    hits = (ranks.is_positive & (ranks.rank <= smaller_k[:, None])).sum(1)
+    return hits / smaller_k.clamp(min=1).double()
 
 
 class RevisitedMetrics(EmbeddingMetric):
@@ -217,7 +127,7 @@ class RevisitedMetrics(EmbeddingMetric):
         ValueError: if the three mappings do not have the same queries, an image occurs twice in a query's lists, or
             `ks` is empty or holds a number below 1; in `compute`, if a query has no lists; otherwise as
             for `EmbeddingMetric`.
-        TypeError: if `easy`, `hard` or `junk` is not a mapping to integers, or a k is not an integer.
+        TypeError: if a k is not an integer.
 
     Example:
         >>> import torch
@@ -233,8 +143,8 @@ class RevisitedMetrics(EmbeddingMetric):
          'skipped_queries/hard': 0.0}
 
     Cost:
-        The embeddings are kept until `reset`. Every process holds all queries and some blocks of the gallery. `compute`
-        scores each block once, and blocks with listed images a second time. It holds one block of scores at a time.
+        The embeddings are kept until `reset`. `compute` ranks the gallery for each query three times, once in each
+        setup, and holds one block of scores at a time.
 
     Relations:
         The evaluation sets of `RevisitedOxford` and `RevisitedParis` use this metric.
@@ -246,21 +156,19 @@ class RevisitedMetrics(EmbeddingMetric):
 
     def __init__(
         self,
-        easy: Mapping[int, Sequence[int]],
-        hard: Mapping[int, Sequence[int]],
-        junk: Mapping[int, Sequence[int]],
+        easy: ImagesOfQueries,
+        hard: ImagesOfQueries,
+        junk: ImagesOfQueries,
         *,
         ks: Sequence[int] = (1, 5, 10),
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         with owned_by(type(self).__name__):
-            if not isinstance(ks, Sequence) or len(ks) == 0:
-                raise InvalidValue("must hold at least one k, such as (1, 10)", argument="ks", got=short_repr(ks))
-            self.ks = tuple(check_integer("ks", k, least=1) for k in ks)
+            self.ks = check_counts("ks", ks)
             self.easy, self.hard, self.junk = easy, hard, junk
-            self._lists = QueryLists(easy, hard, junk)
-            self._lists.check()
+            self._files = {"easy": easy, "hard": hard, "junk": junk}
+            _check_files(self._files)
 
     @owned
     def compute(self) -> dict[str, Tensor]:
@@ -290,94 +198,67 @@ class RevisitedMetrics(EmbeddingMetric):
             )
         return {"mAP": results["mAP/medium"], **results}
 
-    def ranking_input(self, images: Images, *, unit: int | None = None) -> RankingInput:
-        """Queries and gallery, with the lists of the files instead of those of labels."""
-        ranked = super().ranking_input(images, unit=unit)
-        queries, gallery = (Rows(ids[:, None], ids) for ids in (ranked.query_ids, ranked.gallery_ids))
-        rule = _ByFiles(self.easy, self.hard, self.junk)
-        return replace(ranked, lists=Lists(queries, gallery, rule, self_index=ranked.self_index))
+    def ranked_lists(self, images: Images | None = None) -> RankedLists:
+        """The ranked lists of the setup medium, instead of those of labels."""
+        if images is None:
+            images = self.gather()
+        columns = {"roles": images.columns["roles"]}
+        by_id = replace(images, labels=images.ids[:, None], columns=columns, relevance=self._rule_of("medium"))
+        return super().ranked_lists(by_id)
 
     def extra_repr(self) -> str:
         return f"ks={self.ks}"
 
+    def _rule_of(self, setup: str) -> SetupRule:
+        """The rule of a setup."""
+        relevant = [self._files[name] for name in SETUPS[setup]]
+        removed = [lists for name, lists in self._files.items() if name not in SETUPS[setup]]
+        return SetupRule(relevant, removed)
+
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
-        """For each setup, the values of each query."""
-        rows, _ = self.gather()
-        ranked = self.ranking_input(rows, unit=_BLOCK_COLUMNS)
-        query_ids = ranked.query_ids.tolist()
-        self._lists.check_queries(query_ids)
-        device = float64_device(rows.ids.device)
-        if ranked.is_empty:
-            names = ["mAP", *(f"mP@{k}" for k in self.ks)]
-            no_values = torch.full((len(query_ids),), torch.nan, dtype=torch.float64, device=device)
-            return dict.fromkeys(SETUPS, dict.fromkeys(names, no_values))
-        listed = self._lists.find(query_ids, ranked.gallery_ids)
-        scores, counts = self._scores_and_counts(ranked, listed)
+        """For each setup, the values of each query; NaN for a query without positives, or if the gallery is empty."""
+        ranked = self.ranked_lists()
+        lists, ids = ranked.lists, ranked.query_ids.tolist()
+        _check_queries(ids, self.easy)
+        device = float64_device(ranked.query_ids.device)
         values = {}
-        for setup, kinds in SETUPS.items():
-            is_positive = torch.isin(listed.kind, torch.tensor(kinds, device=scores.device))
-            is_removed = ~is_positive & (listed.kind != Kind.NOT_LISTED)
-            rank = counts - _count_chosen(scores, is_removed)
-            total = [self._lists.positives(query, kinds) for query in query_ids]
-            values[setup] = setup_values(
-                rank.to(device),
-                _count_chosen(scores, is_positive).to(device),
-                is_positive.to(device),
-                torch.tensor(total, device=device),
-                self.ks,
-            )
+        for setup in SETUPS:
+            rule = self._rule_of(setup)
+            totals = [sum(len(of_queries[query]) for of_queries in rule.relevant) for query in ids]
+            total = torch.tensor(totals, dtype=torch.int64, device=device)
+            table = torch.zeros(1 + len(self.ks), len(ids), dtype=torch.float64, device=device)
+            lists_of_setup = Lists(lists.queries, lists.references, rule, self_index=ranked.self_index)
+            for ranks in replace(ranked, lists=lists_of_setup).positive_ranks():
+                table[0, ranks.queries] = trapezoid_ap(ranks, total[ranks.queries])
+                for row, k in enumerate(self.ks, 1):
+                    table[row, ranks.queries] = precision_up_to_last(ranks, k)
+            ranked.shard.add_up(table)  # for each query, all other processes have zeros, so the sum is exact
+            table.masked_fill_((total == 0) | ranked.is_empty, torch.nan)
+            values[setup] = dict(zip(["mAP", *(f"mP@{k}" for k in self.ks)], table))
         return values
 
-    def _scores_and_counts(
-        self, ranked: RankingInput, listed: ListedImages
-    ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
-        """The score of each listed image and, for positives, the number of images that score at least as high."""
-        queries, shard = ranked.queries.to(listed.kind.device), ranked.gallery_rows.shard
-        scores = torch.zeros(listed.kind.shape, dtype=queries.dtype, device=queries.device)
-        counts = torch.zeros_like(listed.kind)
-        blocks_with_listed = set((listed.column // _BLOCK_COLUMNS).unique().tolist())
-        for rows, begin, block in _score_blocks(queries, ranked.gallery_rows, blocks_with_listed):
-            column = listed.column[rows] - begin
-            inside = (column >= 0) & (column < _BLOCK_COLUMNS)
-            scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK_COLUMNS - 1)), 0.0)
-        shard.add_up(scores)  # for each image, all other shards have 0, so the sum is exact
-        is_positive = listed.kind < Kind.JUNK
-        bounds, order = scores.masked_fill(~is_positive, torch.inf).sort(1)
-        for rows, _, block in _score_blocks(queries, ranked.gallery_rows):
-            counts[rows] += count_at_least(block, bounds[rows])
-        shard.add_up(counts)
-        return scores, torch.zeros_like(counts).scatter_(1, order, counts)
+
+def _check_files(files: Mapping[str, ImagesOfQueries]) -> None:
+    """Raise an error unless the mappings have the same queries, and no query lists an image twice, or itself."""
+    for name, lists in files.items():
+        different = lists.keys() ^ files["easy"].keys()
+        if different:
+            rule = "must have the same queries as `easy`"
+            raise InvalidValue(rule, argument=name, got=f"a difference at query {min(different)}")
+    for query in files["easy"]:
+        images = [query]
+        for lists in files.values():
+            images += lists[query]
+        repeated = [image for image in images if images.count(image) > 1]
+        if repeated:
+            rule = "`easy`, `hard` and `junk` must list an image only once for a query, and not the query itself"
+            raise InvalidValue(rule, got=f"image {repeated[0]} twice for query {query}")
 
 
-def _score_blocks(
-    queries: Float[Tensor, "query dim"], gallery: ShardedRows, chosen: set[int] | None = None
-) -> Iterator[tuple[slice, int, Float[Tensor, "query gallery"]]]:
-    """The scores of all queries with the gallery blocks that this process holds.
-
-    Yields the range of the queries, the index of the first gallery image, and the scores, -inf at padding.
-
-    Args:
-        queries: unit rows, on the device of the scores.
-        gallery: unit rows, in blocks of `_BLOCK_COLUMNS` images.
-        chosen: numbers of the blocks; None for all.
-    """
-    blocks_of_queries = queries.split(_BLOCK_ROWS)
-    padded_queries = [pad(rows, (0, 0, 0, _BLOCK_ROWS - len(rows))) for rows in blocks_of_queries]
-    for images, positions in gallery.blocks():
-        if chosen is not None and positions.start // _BLOCK_COLUMNS not in chosen:
-            continue
-        size = len(images)
-        block = pad(images.to(queries.device), (0, 0, 0, _BLOCK_COLUMNS - size))
-        for index, rows in enumerate(padded_queries):
-            with ieee_products():
-                scores = (rows @ block.T)[: len(blocks_of_queries[index])]
-            scores[:, size:] = -torch.inf
-            yield slice(index * _BLOCK_ROWS, (index + 1) * _BLOCK_ROWS), positions.start, scores
-
-
-def _count_chosen(
-    scores: Float[Tensor, "query listed"], is_chosen: Bool[Tensor, "query listed"]
-) -> Int[Tensor, "query listed"]:
-    """For each score, the number of chosen scores of its row that are at least as high."""
-    ascending = scores.masked_fill(~is_chosen, -torch.inf).sort(1).values
-    return scores.shape[1] - torch.searchsorted(ascending, scores)
+def _check_queries(queries: Sequence[int], easy: ImagesOfQueries) -> None:
+    """Raise an error unless all queries have lists."""
+    missing = [query for query in queries if query not in easy]
+    if missing:
+        rule = "`easy`, `hard` and `junk` must have lists for all queries"
+        got = f"none for {len(missing)} of {len(queries)} queries, such as query {missing[0]}"
+        raise InvalidValue(rule, got=got, cure="`roles` says which images are queries")

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_retrieval.metrics.gathering import CollectedRows, Images
+from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.labels import Role, has_role
 from lightning_retrieval.ranking.lists import count_equal
 from lightning_retrieval.ranking.relevance import OtherCamera, Relevance, label_rule_of
@@ -89,9 +89,7 @@ class SkippedQueries:
         return "; ".join(parts)
 
 
-def skipped_queries(
-    ids: Int[Tensor, " query"], images: Images, collected: CollectedRows, rule: Relevance
-) -> SkippedQueries:
+def skipped_queries(ids: Int[Tensor, " query"], images: Images, collected: Images, rule: Relevance) -> SkippedQueries:
     """Find out why queries have no positive.
 
     Args:
@@ -101,17 +99,14 @@ def skipped_queries(
         rule: the rule of the lists.
     """
     columns, roles = images.listed.labels, images.columns["roles"]
-    label, label_of_row = columns[:, 0], collected.labels.reshape(len(collected.labels), -1)[:, 0]
+    label, label_of_row = columns[:, 0], collected.labels[:, 0]
     of, label_rule = " of its label", label_rule_of(rule)
     # The lists of a subclass may follow a rule of its own, and not the labels.
     if label_rule is None or type(rule) is not type(images.rule):
         of, label, label_of_row = "", torch.zeros_like(label), torch.zeros_like(label_of_row)
     elif label_rule.labels(columns).shape[1] > 1:
         of = " of its finest label"
-    id_of_row = collected.ids
-    if id_of_row is None:
-        id_of_row = torch.arange(len(label_of_row), device=label.device)
-    label_of_id = torch.stack([label_of_row.long(), id_of_row.long()], 1).unique(dim=0)[:, 0]
+    label_of_id = torch.stack([label_of_row, collected.ids], 1).unique(dim=0)[:, 0]
 
     queries = torch.searchsorted(images.ids, ids.to(images.ids.device))
     of_queries, is_gallery = label[queries], has_role(roles, Role.GALLERY)

@@ -23,7 +23,6 @@ from torch import Tensor
 from lightning_retrieval.checks import check_finite, check_finite_number, check_float
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.base import EmbeddingMetric
-from lightning_retrieval.metrics.curves import score_blocks
 from lightning_retrieval.ranking.rows import float64_device, to_float64
 
 OWNER = "NearestScores"
@@ -149,18 +148,17 @@ def nearest_scores(metrics: EmbeddingMetric) -> NearestScores:
     Cost:
         All scores are computed once, block by block; the queries are distributed over the processes.
     """
-    rows, shard = metrics.gather()
-    lists = metrics.ranking_input(rows)
-    device = rows.ids.device
-    highest = torch.zeros(2, len(lists.query_ids), dtype=torch.float64, device=float64_device(device))
-    for _, block in lists.query_rows.blocks():
+    ranked = metrics.ranked_lists()
+    device = float64_device(ranked.query_ids.device)
+    highest = torch.zeros(2, len(ranked.query_ids), dtype=torch.float64, device=device)
+    for _, block in ranked.queries.blocks():
         highest[:, block] = -torch.inf
-    for block, _, scores, relevant, candidate in score_blocks(lists):
+    for block, _, scores, relevant, candidate in ranked.score_blocks():
         negatives = scores.masked_fill(relevant | ~candidate, -torch.inf).amax(1)
         positives = scores.masked_fill(~relevant, -torch.inf).amax(1)
         found = to_float64(torch.stack([negatives, positives]))
         highest[:, block] = torch.maximum(highest[:, block], found)
-    shard.add_up(highest)  # for each query, all other processes have zeros, so the sum is exact
+    ranked.shard.add_up(highest)  # for each query, all other processes have zeros, so the sum is exact
     found_negatives, found_positives = (row[row.isfinite()].sort().values for row in highest.cpu())
     return NearestScores(found_negatives, found_positives)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, Integer, Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -129,9 +129,8 @@ class Entries:
         column = None
         if not extent.is_shared:
             column = (first + offset).int()
-        if lists.columns.shape[1] == 1:  # the images that are not padding share the only label
-            level: Integer[Tensor, "..."] = torch.ones_like(is_padding, dtype=torch.int8)
-        else:
+        level = torch.ones_like(is_padding, dtype=torch.int8)
+        if lists.columns.shape[1] > 1:  # otherwise the images that are not padding share the only label
             images = lists.ref_columns[(first + offset).clamp(max=lists.gallery - 1)]  # (query, pos, column)
             level, candidate = rule.of_pairs(lists.columns[queries, None], images)
             if candidate is not None:

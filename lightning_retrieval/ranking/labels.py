@@ -67,7 +67,7 @@ def check_dims_fit(dims: tuple[int, ...], embeddings: Float[Tensor, "batch dim"]
         dims: in ascending order; may be empty.
         embeddings: one row for each item.
     """
-    dim = embeddings.shape[1]
+    dim = embeddings.shape[-1]
     if dims and dims[-1] > dim:
         rule = f"must be at most the dimension of the embeddings, {dim}"
         cure = "give smaller `dims`, or train embeddings of more dimensions"

@@ -62,8 +62,8 @@ class ScoreTiles:
         self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
         self._number = 0  # number of queries in the current block
         self._gallery = self._last_product = self._queries[:0]
-        # The scores of each tile of the last `gather` or `gather_range`, by the position of the tile; empty if there are
-        # too many tiles, or if the gallery block lacks some of the columns.
+        # The scores of each tile of the last `gather` or `gather_range`, by its position; empty if there are too many
+        # tiles, or if the gallery block lacks some of the columns.
         self.kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
 

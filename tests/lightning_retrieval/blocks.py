@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_retrieval.losses import blockwise, lists, positives
-from lightning_retrieval.metrics import curves, gathering, revisited
+from lightning_retrieval.metrics import gathering, ranked_lists
 from lightning_retrieval.ranking import entries, expansion, positive_ranks, ranks, relevance
 
 EVALUATION = [
@@ -19,8 +19,7 @@ EVALUATION = [
     (positive_ranks, "_CPU_POSITIVES", 500),
     (positive_ranks, "_MAX_GROUP_POSITIVES", 1 << 13),
     (entries, "_MAX_PAIRS", 20_000),
-    (revisited, "_BLOCK_COLUMNS", 384),
-    (curves, "_BLOCK_GALLERY", 200),
+    (ranked_lists, "_BLOCK_GALLERY", 200),
     (gathering, "_BLOCK_NUMBERS", 1 << 11),
     (gathering, "_COMPARED_ROWS", 7),
     (expansion, "_BLOCK_ROWS", 64),

@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
-from lightning_retrieval.metrics.curves import FINE_BINS, occupied_bins, pair_counts, score_blocks
-from lightning_retrieval.metrics.query_gallery import RankingInput
+from lightning_retrieval.metrics.curves import FINE_BINS, occupied_bins, pair_counts
+from lightning_retrieval.metrics.ranked_lists import RankedLists
 from lightning_retrieval.metrics.thresholds import NearestScores
 
 NEAREST = 10  # number of nearest images of each query
@@ -175,11 +175,11 @@ def find_errors(
     """
     means, intervals = metrics.compute(), metrics.intervals()
     queries = {name: values.cpu() for name, values in metrics.per_query().items()}
-    neighbours, lists = find_neighbours(metrics)
-    searched, labels = neighbours, _labels_by_id(lists)
+    neighbours, ranked = find_neighbours(metrics)
+    searched, labels = neighbours, _labels_by_id(ranked)
     if of_all_splits is not None:
-        searched, all_lists = find_neighbours(of_all_splits)
-        labels |= _labels_by_id(all_lists)
+        searched, of_all = find_neighbours(of_all_splits)
+        labels |= _labels_by_id(of_all)
     nearest = nearest_scores(metrics)
     counts, edges = occupied_bins(pair_counts(metrics, FINE_BINS).cpu(), BINS)
     return Findings(
@@ -187,7 +187,7 @@ def find_errors(
         queries=queries,
         without_positive=metrics.why_skipped(),
         neighbours=neighbours,
-        images=len(lists.gallery_ids),
+        images=len(ranked.gallery_ids),
         label_of=labels,
         classes=class_results(queries),
         confused=confused_classes(neighbours),
@@ -200,53 +200,51 @@ def find_errors(
     )
 
 
-def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighbours, RankingInput]:
-    """The `k` nearest images of each query, and the lists. A collective operation."""
-    images, shard = metrics.gather()
-    lists = metrics.ranking_input(images)
-    k = min(k, len(lists.gallery_ids))
-    shape, device = (len(lists.query_ids), k), lists.query_ids.device
-    scores = torch.zeros(shape, dtype=lists.gallery_rows.local.dtype, device=device)
+def find_neighbours(metrics: RetrievalMetrics, k: int = NEAREST) -> tuple[Neighbours, RankedLists]:
+    """The `k` nearest images of each query, and the ranked lists. A collective operation."""
+    ranked = metrics.ranked_lists()
+    k = min(k, len(ranked.gallery_ids))
+    shape, device = (len(ranked.query_ids), k), ranked.query_ids.device
+    scores = torch.zeros(shape, dtype=ranked.gallery.local.dtype, device=device)
     positions = torch.zeros(shape, dtype=torch.int64, device=device)
-    others = torch.zeros_like(lists.query_ids)
-    labels, gallery_labels = lists.lists.finest.columns[:, 0], lists.lists.finest.ref_columns[:, 0]
-    for _, block in lists.query_rows.blocks():
+    others = torch.zeros_like(ranked.query_ids)
+    labels, gallery_labels = ranked.lists.finest.columns[:, 0], ranked.lists.finest.ref_columns[:, 0]
+    for _, block in ranked.queries.blocks():
         scores[block] = -torch.inf
-    for queries, gallery, found, _, candidate in score_blocks(lists):
+    for queries, gallery, found, _, candidate in ranked.score_blocks():
         highest, column = found.masked_fill(~candidate, -torch.inf).topk(min(k, found.shape[1]), dim=1)
         of_both = torch.cat([positions[queries], gallery.start + column], 1)
         scores[queries], order = torch.cat([scores[queries], highest], 1).topk(k, dim=1)
         positions[queries] = of_both.gather(1, order)
         others[queries] += (candidate & (labels[queries, None] == gallery_labels[gallery])).sum(1)
-    shard.add_up(scores)  # for each query, all other processes have zeros, so the sum is exact
-    shard.add_up(positions)
-    shard.add_up(others)
-    by_id = lists.query_ids.argsort()
-    return _neighbours(lists, by_id, scores[by_id], positions[by_id], others[by_id]), lists
+    for values in (scores, positions, others):
+        ranked.shard.add_up(values)  # for each query, all other processes have zeros, so the sum is exact
+    by_id = ranked.query_ids.argsort()
+    return _neighbours(ranked, by_id, scores[by_id], positions[by_id], others[by_id]), ranked
 
 
-def _neighbours(lists: RankingInput, by_id: Tensor, scores: Tensor, positions: Tensor, others: Tensor) -> Neighbours:
+def _neighbours(ranked: RankedLists, by_id: Tensor, scores: Tensor, positions: Tensor, others: Tensor) -> Neighbours:
     """The neighbours, on the CPU, of queries in the order of `by_id`."""
-    labels, gallery_labels = lists.lists.finest.columns[by_id, 0], lists.lists.finest.ref_columns[:, 0]
+    labels, gallery_labels = ranked.lists.finest.columns[by_id, 0], ranked.lists.finest.ref_columns[:, 0]
     inverse, counts = gallery_labels.unique(return_inverse=True, return_counts=True)[1:]
     size_of_image = counts[inverse]
     near_labels = gallery_labels[positions].masked_fill(scores == -torch.inf, NO_CLASS)
     return Neighbours(
-        ids=lists.query_ids[by_id].cpu(),
+        ids=ranked.query_ids[by_id].cpu(),
         labels=labels.cpu(),
         others=others.cpu(),
-        near=lists.gallery_ids[positions].cpu(),
+        near=ranked.gallery_ids[positions].cpu(),
         near_labels=near_labels.cpu(),
         near_sizes=size_of_image[positions].cpu(),
         scores=scores.float().cpu(),
     )
 
 
-def _labels_by_id(lists: RankingInput) -> dict[int, int]:
+def _labels_by_id(ranked: RankedLists) -> dict[int, int]:
     """The label of each image by its id."""
-    finest = lists.lists.finest
-    labels = dict(zip(lists.gallery_ids.tolist(), finest.ref_columns[:, 0].tolist()))
-    return labels | dict(zip(lists.query_ids.tolist(), finest.columns[:, 0].tolist()))
+    finest = ranked.lists.finest
+    labels = dict(zip(ranked.gallery_ids.tolist(), finest.ref_columns[:, 0].tolist()))
+    return labels | dict(zip(ranked.query_ids.tolist(), finest.columns[:, 0].tolist()))
 
 
 def class_results(queries: Mapping[str, Tensor]) -> list[ClassResult]:

@@ -36,8 +36,8 @@ def numbers(results):
 
 def nearest_of(metrics, queries, count):
     """{id of a query: {id of an image: whether it is relevant}} of the images that a gallery shows."""
-    lists = metrics.ranking_input(metrics.gather()[0])
-    return {query: {hit.id: hit.relevant for hit in hits} for query, hits in nearest_images(lists, queries, count)}
+    found = nearest_images(metrics.ranked_lists(), queries, count)
+    return {query: {hit.id: hit.relevant for hit in hits} for query, hits in found}
 
 
 def quarters(rows, dtype=torch.float32):

@@ -1,14 +1,15 @@
-"""Queries and gallery of an evaluation set: how they are split, sorted and post-processed for ranking."""
+"""`RankedLists`: what every evaluation ranks, and how images become its queries, gallery and lists."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
+from lightning_retrieval.distributed import Shard
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.gathering import Images
 from lightning_retrieval.ranking.entries import Entries
@@ -21,70 +22,95 @@ from lightning_retrieval.ranking.expansion import (
 from lightning_retrieval.ranking.labels import Role, has_role
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.positive_ranks import positive_ranks
-from lightning_retrieval.ranking.ranks import PositiveRanks
+from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
 from lightning_retrieval.ranking.relevance import label_rule_of
 from lightning_retrieval.ranking.rows import ShardedRows
 
+_BLOCK_GALLERY = 1 << 14  # number of gallery images that are scored at a time
+
+
+class ScoredPairs(NamedTuple):
+    """The scores of a block of queries with a block of the gallery.
+
+    Attributes:
+        queries: positions of the queries.
+        gallery: positions of the images of the gallery.
+        scores: cosine similarities.
+        relevant: which images are relevant candidates; with labels of several levels, those of the finest label.
+        candidate: which images are in the list of the query.
+    """
+
+    queries: slice
+    gallery: slice
+    scores: Float[Tensor, "query gallery"]
+    relevant: Bool[Tensor, "query gallery"]
+    candidate: Bool[Tensor, "query gallery"]
+
 
 @dataclass(frozen=True)
-class RankingInput:
-    """What a metric ranks: the rows of queries and gallery, and the list of each query.
+class RankedLists:
+    """The ranked lists of an evaluation: queries and gallery, distributed over the processes, and each query's list.
 
     Queries and gallery are sorted by their labels, the coarsest level first, or by their ids if relevant images do not
     share labels.
 
     Attributes:
-        query_rows: unit rows of the queries, distributed over the processes.
+        queries: unit rows of the queries. `queries.all()` gathers all of them on every process.
         query_ids: dataset index of each query.
-        gallery_rows: unit rows of the gallery, distributed over the processes.
+        gallery: unit rows of the gallery.
         gallery_ids: dataset index of each image of the gallery.
         self_index: for each query, the index of the query itself in the gallery, or -1 if it is not there.
-        lists: the list of each query: which images are relevant, and which are candidates.
+        lists: which images are relevant to each query, and which are candidates.
     """
 
-    query_rows: ShardedRows
+    queries: ShardedRows
     query_ids: Int[Tensor, " query"]
-    gallery_rows: ShardedRows
+    gallery: ShardedRows
     gallery_ids: Int[Tensor, " gallery"]
     self_index: Int[Tensor, " query"]
     lists: Lists
 
     @property
-    def queries(self) -> Float[Tensor, "query dim"]:
-        """Unit rows of all queries.
-
-        With several processes, this is a collective operation that needs memory for all rows.
-        """
-        return self.query_rows.all()
-
-    @property
-    def gallery(self) -> Float[Tensor, "gallery dim"]:
-        """Unit rows of the gallery.
-
-        With several processes, this is a collective operation that needs memory for all rows.
-        """
-        return self.gallery_rows.all()
+    def shard(self) -> Shard:
+        """The shard of this process."""
+        return self.queries.shard
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no query or no image in the gallery."""
-        return len(self.query_rows) == 0 or len(self.gallery_rows) == 0
+        return len(self.query_ids) == 0 or len(self.gallery_ids) == 0
 
     def positive_ranks(self) -> Iterator[PositiveRanks]:
-        """The ranks of the positives of this process's queries, one block of queries at a time.
+        """The ranks of the positives of this process's queries, one block of queries at a time; nothing if it is empty.
 
         With several processes, this is a collective operation.
         """
-        return positive_ranks(self.query_rows, self.gallery_rows, Entries(self.lists))
+        if not self.is_empty:
+            yield from positive_ranks(self.queries, self.gallery, Entries(self.lists))
+
+    def score_blocks(self) -> Iterator[ScoredPairs]:
+        """The scores of this process's queries with the gallery, block by block.
+
+        With several processes, this is a collective operation.
+        """
+        device, lists = self.query_ids.device, self.lists.finest
+        # The blocks do not depend on the number of processes, so neither do the last digits of the scores.
+        for begin in range(0, len(self.gallery_ids), _BLOCK_GALLERY):
+            end = min(begin + _BLOCK_GALLERY, len(self.gallery_ids))
+            images = torch.arange(begin, end, device=device)
+            gallery = self.gallery.range(begin, end).to(device)
+            for queries, block in self.queries.blocks():
+                with ieee_products():
+                    scores = queries.to(device) @ gallery.T
+                rows = torch.arange(block.start, block.stop, device=device)
+                yield ScoredPairs(block, slice(begin, end), scores, *lists.masks(rows, images))
 
 
-def query_gallery(images: Images, *, unit: int | None = None) -> RankingInput:
-    """Split images into queries and gallery, and sort both by label if relevant images share labels.
+def queries_and_gallery(images: Images) -> RankedLists:
+    """Split images by their roles, and sort queries and gallery by label if relevant images share labels.
 
     Args:
-        images: the images of an evaluation set.
-        unit: number of rows in a block; blocks are distributed over the processes. None for the number of rows
-            that `positive_ranks` needs.
+        images: the images of an evaluation set, each once.
     """
     rule, rows = images.rule, images.listed
     order = torch.arange(len(rows), device=images.ids.device)
@@ -94,25 +120,15 @@ def query_gallery(images: Images, *, unit: int | None = None) -> RankingInput:
     roles = images.columns["roles"][order]
     query_rows = order[has_role(roles, Role.QUERY)]
     gallery_rows = order[has_role(roles, Role.GALLERY)]
-    if torch.equal(query_rows, gallery_rows):
-        query_rows = gallery_rows
     column_of_row = torch.full_like(order, -1)
     column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
     self_index = column_of_row[query_rows]
     lists = Lists(rows.select(query_rows), rows.select(gallery_rows), rule, self_index=self_index)
-    if unit is None:
-        unit = Entries(lists).block_rows
+    unit = Entries(lists).block_rows
     queries = gallery = images.embeddings.select(gallery_rows).sharded(unit)
-    if query_rows is not gallery_rows:
+    if not torch.equal(query_rows, gallery_rows):
         queries = images.embeddings.select(query_rows).sharded(unit)
-    return RankingInput(
-        query_rows=queries,
-        query_ids=images.ids[query_rows],
-        gallery_rows=gallery,
-        gallery_ids=images.ids[gallery_rows],
-        self_index=self_index,
-        lists=lists,
-    )
+    return RankedLists(queries, images.ids[query_rows], gallery, images.ids[gallery_rows], self_index, lists)
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
@@ -130,44 +146,35 @@ def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
 
 
 def post_processed(
-    lists: RankingInput,
+    ranked: RankedLists,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
-) -> RankingInput:
+) -> RankedLists:
     """Apply post-processing. With classes of this library, each process handles its shard, otherwise all rows.
 
     Args:
-        lists: queries and gallery, which may be empty.
+        ranked: queries and gallery, which may be empty.
         query_expansion: maps (queries, gallery, self_index) to new queries; None for no expansion.
         database_augmentation: maps a gallery to a new gallery, before the expansion; None for no augmentation.
     """
-    if lists.is_empty or (query_expansion is None and database_augmentation is None):
-        return lists
+    if ranked.is_empty or (query_expansion is None and database_augmentation is None):
+        return ranked
+    queries, gallery, self_index = ranked.queries, ranked.gallery, ranked.self_index
     # The types must be equal, because a subclass may compute something else.
-    is_own_augmentation = database_augmentation is None or type(database_augmentation) is DatabaseAugmentation
-    if is_own_augmentation and (query_expansion is None or type(query_expansion) is QueryExpansion):
-        return _expanded_in_shards(lists, query_expansion, database_augmentation)
-    queries, gallery = lists.queries, lists.gallery
-    if database_augmentation is not None:
-        augmented = database_augmentation(gallery)
-        gallery = _checked("database_augmentation", augmented, gallery)
-    if query_expansion is not None:
-        expanded = query_expansion(queries, gallery, lists.self_index.to(gallery.device))
-        queries = _checked("query_expansion", expanded, queries)
-    return replace(
-        lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
-    )
-
-
-def _expanded_in_shards(lists: RankingInput, expansion: Any, augmentation: Any) -> RankingInput:
-    """Apply post-processing of this library: each process expands the rows of its shard."""
-    queries, gallery = lists.query_rows, lists.gallery_rows
-    if isinstance(augmentation, DatabaseAugmentation):
-        device = lists.self_index.device
-        gallery = augmented_gallery(gallery, alpha=augmentation.alpha, k=augmentation.k, device=device)
-    if isinstance(expansion, QueryExpansion):
-        queries = expanded_queries(queries, gallery, alpha=expansion.alpha, k=expansion.k, self_index=lists.self_index)
-    return replace(lists, query_rows=queries, gallery_rows=gallery)
+    if type(database_augmentation) is DatabaseAugmentation:
+        alpha, k = database_augmentation.alpha, database_augmentation.k
+        gallery = augmented_gallery(gallery, alpha=alpha, k=k, device=self_index.device)
+    elif database_augmentation is not None:
+        rows = gallery.all()
+        gallery = gallery.with_rows(_checked("database_augmentation", database_augmentation(rows), rows))
+    if type(query_expansion) is QueryExpansion:
+        alpha, k = query_expansion.alpha, query_expansion.k
+        queries = expanded_queries(queries, gallery, alpha=alpha, k=k, self_index=self_index)
+    elif query_expansion is not None:
+        rows, of_gallery = queries.all(), gallery.all()
+        expanded = query_expansion(rows, of_gallery, self_index.to(of_gallery.device))
+        queries = queries.with_rows(_checked("query_expansion", expanded, rows))
+    return replace(ranked, queries=queries, gallery=gallery)
 
 
 def _checked(name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
