@@ -32,7 +32,7 @@ from lightning_retrieval.callbacks.evaluation_sets import (
     set_prefixes,
     what_is_lost,
 )
-from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.retrieval import REVERSE
@@ -262,22 +262,10 @@ class RetrievalEvaluation(Callback):
         embeddings_on_cpu: bool = False,
     ) -> None:
         self.before_fit = before_fit
-        try:  # so that invalid settings raise before the first epoch
-            metrics = RetrievalMetrics(
-                DEFAULT_KS if ks is None else ks,
-                map_ks,
-                map_divisor=map_divisor,
-                extra_metrics=extra_metrics,
-                dims=dims,
-                query_expansion=query_expansion,
-                database_augmentation=database_augmentation,
-                embeddings_on_cpu=embeddings_on_cpu,
-            )
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("RetrievalMetrics", "RetrievalEvaluation", 1)) from None
-        self.ks: tuple[int, ...] | None = None
-        if ks is not None:
-            self.ks = metrics.ks
+        given: dict[str, Any] = {"map_divisor": map_divisor, "extra_metrics": extra_metrics, "dims": dims}
+        with reported_as(type(self).__name__):  # invalid settings raise now, and not in the first evaluation
+            metrics = RetrievalMetrics(DEFAULT_KS if ks is None else ks, map_ks, **given)
+        self.ks = None if ks is None else metrics.ks
         self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_retrieval.backend import pl, sized_len
-from lightning_retrieval.checks import is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.preparation.of_run import data_module_of
@@ -154,7 +153,7 @@ def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any
 
 
 def check_step_outputs(module_name: str, outputs: Any) -> None:
-    """Raise unless an evaluation step has returned embeddings, labels and, optionally, integer roles."""
+    """Raise unless an evaluation step has returned embeddings and labels."""
     if not isinstance(outputs, Mapping) or not outputs.keys() >= {"embeddings", "labels"}:
         received = type(outputs).__name__
         if isinstance(outputs, Mapping):
@@ -166,14 +165,6 @@ def check_step_outputs(module_name: str, outputs: Any) -> None:
             got=received,
             cure="the steps of RetrievalModule do",
         )
-    roles = outputs.get("roles")
-    if roles is None or (isinstance(roles, Tensor) and is_integer(roles)):
-        return
-    received = type(roles).__name__
-    if isinstance(roles, Tensor):
-        received = str(roles.dtype)
-    rule = f"the `roles` that {module_name}'s steps return must be a tensor of integers (1 query, 2 gallery, 3 both)"
-    raise InvalidType(rule, "RetrievalEvaluation", got=received)
 
 
 class EvaluationSet:

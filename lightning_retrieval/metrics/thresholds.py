@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite, check_finite_number, check_float
+from lightning_retrieval.checks import check_finite, check_finite_number
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.ranking.rows import float64_device, to_float64
@@ -37,10 +37,6 @@ class NearestScores:
         negatives: highest score of a negative, for each query that has one, in any order.
         positives: highest score of a positive, for each query that has one, in any order.
 
-    Raises:
-        ValueError: if a score is not finite.
-        TypeError: if scores are not a floating-point tensor.
-
     Example:
         >>> import torch
         >>> from lightning_retrieval.metrics.thresholds import NearestScores
@@ -53,11 +49,6 @@ class NearestScores:
 
     negatives: Float[Tensor, " neg"]
     positives: Float[Tensor, " pos"]
-
-    def __post_init__(self) -> None:
-        for name in ("negatives", "positives"):
-            check_float(name, getattr(self, name), owner=OWNER)
-            check_finite(name, getattr(self, name), owner=OWNER)
 
     def false_match_rates(self, thresholds: float | Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The fraction of `negatives` that reach each threshold; NaN if there are none.

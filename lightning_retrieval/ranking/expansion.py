@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_integers, check_matrix
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.ranking.positive_ranks import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
+from lightning_retrieval.ranking.positive_ranks import ScoreTiles
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, normalize, unsharded
 
@@ -61,18 +61,11 @@ def nearest_rows(
         self_score: replaces the similarity of a query with itself.
     """
     device = self_index.device
-    columns = columns_of_a_gallery_block(gallery, k, device)
-    tiles = ScoreTiles(
-        rows=_BLOCK_ROWS,
-        dim=gallery.local.shape[1],
-        columns=min(columns, columns_of_a_tile(device, k)),
-        dtype=gallery.local.dtype,
-        device=device,
-    )
+    tiles = ScoreTiles(gallery, rows=_BLOCK_ROWS, searched=k, device=device)
     blocks = []
     for local, positions in queries.split_blocks(_BLOCK_ROWS):
         blocks.append(_NearestOfBlock(queries.local[local], self_index[positions], k=k, self_score=self_score))
-    for _ in tiles.gallery_blocks(gallery, range(0, len(gallery), columns), columns):
+    for _ in tiles.gallery_blocks(range(0, len(gallery), tiles.block_columns)):
         for block in blocks:
             block.add(tiles)
     nothing = self_index[:0, None].expand(0, k)

@@ -46,50 +46,55 @@ _MAX_GROUP_POSITIVES = 1 << 24
 class ScoreTiles:
     """Computes the scores of successive blocks of queries with a block of the gallery, tile by tile.
 
+    If the gallery is not sharded, a block is the full gallery. Otherwise, a block consists of some tiles, with not many
+    more images than a process holds.
+
     Args:
+        gallery: unit rows. They are copied to the device tile by tile if necessary.
         rows: number of queries in a block.
-        dim: dimension of the embeddings.
-        columns: width of a tile, a multiple of `columns_of_a_product`.
-        dtype: dtype of the embeddings.
-        device: device for the scores. Queries and gallery are copied there if necessary.
+        searched: number of images that are searched for a query, such as its positives. Tiles are wider if it is large.
+        device: device for the scores.
     """
 
-    def __init__(self, *, rows: int, dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, gallery: ShardedRows, *, rows: int, searched: int, device: torch.device) -> None:
+        product = size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
+        tile = product * max(1, math.ceil(_COLUMNS_OF_A_POSITIVE * searched / product))
+        wanted = len(gallery)
+        if gallery.is_sharded:
+            least = product * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
+            of_every_process = gallery.layout.unit * gallery.shard.count  # a block contains rows of each process
+            held = math.ceil(len(gallery) / gallery.shard.count)
+            wanted = max(least, of_every_process, min(held, tile))
+        self.block_columns = product * max(1, math.ceil(wanted / product))
         self.begin = self.end = 0  # range of the gallery block
-        self._columns = columns
-        self._columns_of_a_product = columns_of_a_product(device)
+        self._columns_of_a_product, self._columns = product, min(tile, self.block_columns)
+        self._gallery = gallery
+        dim, dtype = gallery.local.shape[1], gallery.local.dtype
         self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
         self._number = 0  # number of queries in the current block
-        self._gallery = self._last_product = self._queries[:0]
+        self._block = self._last_product = self._queries[:0]
         # The scores of each tile of the last `gather` or `gather_range`, by its position; empty if there are too many
         # tiles, or if the gallery block lacks some of the columns.
         self.kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
 
-    def start_gallery_block(self, rows: Float[Tensor, "row dim"], begin: int) -> None:
-        """Begin a block of the gallery.
-
-        Args:
-            rows: unit rows.
-            begin: position of the first row in the gallery, a multiple of `columns_of_a_product`.
-        """
-        self._gallery = rows
-        self.begin, self.end = begin, begin + len(rows)
-        last = len(rows) // self._columns_of_a_product * self._columns_of_a_product
-        self._last_product = pad(rows[last:], (0, 0, 0, -len(rows) % _COLUMN_MULTIPLE))
-
-    def gallery_blocks(self, gallery: ShardedRows, begins: Sequence[int], columns: int) -> Iterator[int]:
-        """Begin the gallery blocks of `columns` rows at these positions, one after another; yields the position.
+    def gallery_blocks(self, begins: Sequence[int]) -> Iterator[int]:
+        """Begin the gallery blocks at these positions, one after another; yields the position.
 
         If the gallery is sharded, this is a collective operation, and each block is fetched while the one before it is
         in use.
+
+        Args:
+            begins: multiples of `block_columns`.
         """
-        fetches = (gallery.start_range(begin, min(begin + columns, len(gallery))) for begin in begins)
+        ends = [min(begin + self.block_columns, len(self._gallery)) for begin in begins]
+        fetches = map(self._gallery.start_range, begins, ends)
         waiting = list(islice(fetches, 1))
-        for begin in begins:
-            self._gallery = self._last_product = self._queries[:0]  # frees memory
-            self.start_gallery_block(waiting.pop()(), begin)
+        for begin, end in zip(begins, ends):
+            self._block = self._last_product = self._queries[:0]  # frees memory
+            self.begin, self.end, self._block = begin, end, waiting.pop()()
+            last = len(self._block) // self._columns_of_a_product * self._columns_of_a_product
+            self._last_product = pad(self._block[last:], (0, 0, 0, -len(self._block) % _COLUMN_MULTIPLE))
             waiting += islice(fetches, 1)
             yield begin
 
@@ -154,7 +159,7 @@ class ScoreTiles:
             self._buffers.append(self._queries.new_empty(len(self._queries) * self._columns))
         products = self._buffers[buffer][: len(self._queries) * width].view(len(self._queries), width)
         for begin in range(first, last, self._columns_of_a_product):
-            rows = self._gallery[begin : begin + self._columns_of_a_product]
+            rows = self._block[begin : begin + self._columns_of_a_product]
             if len(rows) < self._columns_of_a_product:
                 rows = self._last_product
             out = products[:, begin - first : begin - first + len(rows)]
@@ -162,33 +167,6 @@ class ScoreTiles:
                 torch.mm(self._queries, rows.to(products.device).T, out=out)
         products[:, last - first :] = -torch.inf
         return products[: self._number]
-
-
-def columns_of_a_product(device: torch.device) -> int:
-    """The number of gallery images that are multiplied at a time."""
-    return size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
-
-
-def columns_of_a_tile(device: torch.device, positives: int) -> int:
-    """The number of gallery images in a tile, if a query has this number of positives."""
-    multiple = math.ceil(_COLUMNS_OF_A_POSITIVE * positives / columns_of_a_product(device))
-    return columns_of_a_product(device) * max(1, multiple)
-
-
-def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: torch.device) -> int:
-    """The number of images in a gallery block, a multiple of `columns_of_a_product`.
-
-    If the gallery is not sharded, a block is the full gallery. Otherwise, a block consists of some tiles, with not many
-    more images than a process holds.
-    """
-    unit = columns_of_a_product(device)
-    if not gallery.is_sharded:
-        return max(1, math.ceil(len(gallery) / unit)) * unit
-    least = unit * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
-    of_every_process = gallery.layout.unit * gallery.shard.count  # a gallery block contains rows of each process
-    held = math.ceil(len(gallery) / gallery.shard.count)
-    wanted = max(least, of_every_process, min(held, columns_of_a_tile(device, positives)))
-    return math.ceil(wanted / unit) * unit
 
 
 def positive_ranks(queries: ShardedRows, gallery: ShardedRows, entries: Entries) -> Iterator[PositiveRanks]:
@@ -215,15 +193,8 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, entries: Entries)
     """
     if len(queries) == 0:
         return
-    device = entries.lists.device
-    columns = columns_of_a_gallery_block(gallery, entries.most, device)
-    tiles = ScoreTiles(
-        rows=entries.block_rows,
-        dim=queries.local.shape[1],
-        columns=min(columns, columns_of_a_tile(device, entries.most)),
-        dtype=queries.local.dtype,
-        device=device,
-    )
+    tiles = ScoreTiles(gallery, rows=entries.block_rows, searched=entries.most, device=entries.lists.device)
+    columns = tiles.block_columns
     extents = entries.extents()
     for first, last in _groups(queries, gallery, extents, entries.block_rows):
         blocks = _blocks_of_group(queries, entries, extents, range(first, last))
@@ -232,7 +203,7 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, entries: Entries)
         end = max(extent.end for extent in in_group)
         with_positives = range(begin // columns * columns, end, columns)
         begins = [*with_positives, *range(0, len(gallery), columns)]
-        gallery_blocks = tiles.gallery_blocks(gallery, begins, columns)
+        gallery_blocks = tiles.gallery_blocks(begins)
         for _ in islice(gallery_blocks, len(with_positives)):
             for block in blocks:
                 block.find_positives(tiles)
