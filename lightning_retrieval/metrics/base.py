@@ -37,7 +37,7 @@ from lightning_retrieval.ranking.labels import Role, check_roles
 from lightning_retrieval.ranking.relevance import Relevance
 
 Results = Mapping[str, Tensor]  # what `compute` returns
-_STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
+_COLUMNS = ("ids", "roles", "instances", "cameras")  # integers of each image beside its labels
 
 
 class EmbeddingMetric(Metric):
@@ -97,7 +97,11 @@ class EmbeddingMetric(Metric):
         # The values of each query in the last `compute`, by the prefix of their direction, until the next `update`.
         self._cached_values: dict[str, dict[str, Tensor]] = {}
         self._updates_of_values = 0  # number of updates before that `compute`: torchmetrics also sets states itself
-        for name in _STATES:  # `ids`, `instances` and `cameras` stay empty unless they are given
+        for name in (
+            "embeddings",
+            "labels",
+            *_COLUMNS,
+        ):  # `ids`, `instances` and `cameras` stay empty unless they are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     @owned
@@ -128,8 +132,10 @@ class EmbeddingMetric(Metric):
                 with `relevance`, which alone decides which images are in a list.
         """
         self._cached_values = {}
+        optional = {"ids": ids, "roles": roles, "instances": instances, "cameras": cameras}
+        given = {name: values for name, values in optional.items() if values is not None}
         try:
-            self._append(embeddings, labels, roles, {"ids": ids, "instances": instances, "cameras": cameras})
+            self._append(embeddings, labels, given)
         except (TypeError, ValueError) as error:
             if not self.must_defer_errors:
                 raise
@@ -229,56 +235,54 @@ class EmbeddingMetric(Metric):
         """Store an error of this process; `compute` then raises it on all processes."""
         self._error = self._error or error.with_traceback(None)  # whose frames would keep the tensors
 
-    def _append(
-        self, embeddings: Tensor, labels: Tensor, roles: Tensor | None, optional: dict[str, Tensor | None]
-    ) -> None:
+    def _append(self, embeddings: Tensor, labels: Tensor, given: Mapping[str, Tensor]) -> None:
+        """Add a batch.
+
+        Args:
+            embeddings: as for `update`.
+            labels: as for `update`.
+            given: the other arguments of `update` that are not None, by name.
+        """
         check_matrix("embeddings", embeddings)
-        labels, roles = as_int64("labels", labels), as_int64("roles", roles)
-        optional = {name: as_int64(name, values) for name, values in optional.items()}
         rows = len(embeddings)
-        check_integers("labels", labels, rows, "embeddings", levels=True)
-        for name, values in {**optional, "roles": roles}.items():
-            if values is not None:
-                check_integers(name, values, rows, "embeddings")
+        columns = {name: as_int64(name, values) for name, values in {"labels": labels, **given}.items()}
+        for name, values in columns.items():
+            check_integers(name, values, rows, "embeddings", levels=name == "labels")
         if self.relevance is not None:
-            self.relevance.check_columns("labels", labels)
-            _check_no_cameras(self.relevance, optional["cameras"])
-        check_finite("embeddings", embeddings, optional["ids"])
-        if roles is None:
-            roles = torch.full((rows,), int(Role.BOTH), device=embeddings.device)
+            self.relevance.check_columns("labels", columns["labels"])
+            _check_no_cameras(self.relevance, given.get("cameras"))
+        check_finite("embeddings", embeddings, columns.get("ids"))
+        if "roles" in columns:
+            check_roles(columns["roles"])
         else:
-            check_roles(roles)
+            columns["roles"] = torch.full((rows,), int(Role.BOTH), device=embeddings.device)
         if rows == 0:
             return
         if self.embeddings:
-            self._check_like_earlier_updates(embeddings, labels, optional)
+            self._check_like_earlier_updates(embeddings, columns)
         elif self.relevance is not None:
-            self.relevance.lists(labels[:1], labels[:1])  # raises now, and not in `compute`, if its masks are invalid
+            first = columns["labels"][:1]
+            self.relevance.lists(first, first)  # raises now, and not in `compute`, if its masks are invalid
         kept = kept_rows(embeddings)
         if self.embeddings_on_cpu:
             kept = kept.cpu()
         self.embeddings.append(kept)
-        for name, values in {"labels": labels, "roles": roles, **optional}.items():
-            if values is not None:
-                getattr(self, name).append(kept_integers(values))
+        for name, values in columns.items():
+            getattr(self, name).append(kept_integers(values))
 
-    def _check_like_earlier_updates(
-        self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]
-    ) -> None:
+    def _check_like_earlier_updates(self, embeddings: Tensor, columns: Mapping[str, Tensor]) -> None:
         dtype = self.embeddings[0].dtype
         if embeddings.dtype != dtype:
             rule = f"must have the dtype of earlier updates, {dtype}"
             raise InvalidValue(rule, argument="embeddings", got=embeddings.dtype)
-        for name, values, earlier in (
-            ("embeddings", embeddings, self.embeddings[0]),
-            ("labels", labels, self.labels[0]),
-        ):
-            if values.shape[1:] != earlier.shape[1:]:
-                shape = ", ".join(["rows", *map(str, earlier.shape[1:])])
+        for name, values in {"embeddings": embeddings, "labels": columns["labels"]}.items():
+            earlier = getattr(self, name)[0].shape[1:]
+            if values.shape[1:] != earlier:
+                shape = ", ".join(["rows", *map(str, earlier)])
                 rule = f"must have shape ({shape}) as in earlier updates"
                 raise InvalidValue(rule, argument=name, got=tuple(values.shape))
-        for name, given in optional.items():
-            if (given is not None) != bool(getattr(self, name)):
+        for name in _COLUMNS:
+            if (name in columns) != bool(getattr(self, name)):
                 raise given_only_sometimes(name)
 
     def _missing_column(self) -> InvalidValue | None:
@@ -291,7 +295,7 @@ class EmbeddingMetric(Metric):
             cure = "update with the dataset index of each image, so that images that a sampler repeats are counted once"
             return InvalidValue(rule, argument="ids", got="none", cure=cure)
         rows = sum(map(len, self.embeddings))
-        for name in ("ids", "instances", "cameras"):
+        for name in _COLUMNS:
             if sum(map(len, getattr(self, name))) not in (0, rows):
                 return given_only_sometimes(name)
         return None
@@ -300,7 +304,7 @@ class EmbeddingMetric(Metric):
         """All rows of this process, None if there are none."""
         if len(self.embeddings) == 0:
             return None
-        given = {name: getattr(self, name) for name in ("ids", "roles", "instances", "cameras")}
+        given = {name: getattr(self, name) for name in _COLUMNS}
         columns = {name: dim_zero_cat(batches) for name, batches in given.items() if batches}
         labels = dim_zero_cat(self.labels)
         ids = columns.pop("ids", torch.arange(len(labels), device=labels.device))

@@ -7,7 +7,7 @@ query; nothing else has to change.
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -388,9 +388,9 @@ class RetrievalMetrics(EmbeddingMetric):
             return settings
         return f"{settings}, relevance={self.relevance}"
 
-    def _append(self, embeddings: Tensor, *arguments: Any) -> None:
+    def _append(self, embeddings: Tensor, labels: Tensor, given: Mapping[str, Tensor]) -> None:
         check_dims_fit(self.dims, embeddings)
-        super()._append(embeddings, *arguments)
+        super()._append(embeddings, labels, given)
 
     def _means(self, table: Sequence[QueryMetric], values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The means over the queries that have a value, by name. All metrics of a level have values for the same."""

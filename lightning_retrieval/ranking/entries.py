@@ -73,8 +73,8 @@ class Entries:
         self.lists = lists
         self.self_index: Any = lists.self_index
         self.excludes_several = not isinstance(lists.label_rule, SameLabel)
-        self.first = torch.zeros_like(self.self_index)
-        self.last = torch.full_like(self.self_index, lists.gallery)
+        self.first = torch.zeros(len(lists.queries), dtype=torch.int64, device=lists.device)
+        self.last = torch.full_like(self.first, lists.gallery)
         if lists.label_rule is not None:
             labels = lists.label_rule.labels(lists.ref_columns)[:, -1].contiguous()
             of_queries = lists.label_rule.labels(lists.columns)[:, -1].contiguous()
