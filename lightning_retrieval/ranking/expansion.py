@@ -126,7 +126,13 @@ def highest_columns(scores: Float[Tensor, "query column"], k: int) -> Int[Tensor
 
 
 def expanded_queries(
-    queries: ShardedRows, gallery: ShardedRows, *, alpha: float, k: int, self_index: Int[Tensor, " all"]
+    queries: ShardedRows,
+    gallery: ShardedRows,
+    *,
+    alpha: float,
+    k: int,
+    self_index: Int[Tensor, " all"],
+    self_score: float = -torch.inf,
 ) -> ShardedRows:
     """Alpha query expansion of unit rows: each query plus its `k` nearest gallery rows, weighted by similarity^alpha.
 
@@ -137,10 +143,26 @@ def expanded_queries(
         gallery: unit rows, sharded over the same processes.
         alpha: exponent, >= 0.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
-        self_index: for each query of all processes, the index of the query itself in the gallery, which is excluded
-            from its neighbours, or -1. The computation runs on the device of this tensor.
+        self_index: for each query of all processes, the index of the query itself in the gallery, or -1. The
+            computation runs on the device of this tensor.
+        self_score: replaces the similarity of a query with itself; by default, a query is no neighbour of its own.
     """
-    return _expand(queries, gallery, alpha=alpha, k=k, self_index=self_index, self_score=-torch.inf)
+    k = min(k, len(gallery))
+    with torch.no_grad():
+        nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
+    block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
+    blocks = [local for local, _ in queries.split_blocks(block_rows)]
+    # A process with fewer blocks than others adds empty blocks, because the others fetch rows of this process, too.
+    blocks += [slice(0, 0)] * (queries.most_split_blocks(block_rows) - len(blocks))
+    expanded = torch.empty_like(queries.local)
+    for block in blocks:
+        neighbours = gallery.fetch(nearest.positions[block]).to(self_index.device)  # (query, k, dim)
+        rows = queries.local[block].to(self_index.device)
+        s = _similarities(nearest.scores[block], rows, neighbours)
+        with ieee_products():
+            summed = (_weights(s, alpha)[:, None] @ neighbours)[:, 0]  # (query, dim)
+        expanded[block] = normalize(rows + summed)
+    return replace(queries, local=expanded)
 
 
 def augmented_gallery(gallery: ShardedRows, *, alpha: float, k: int, device: torch.device) -> ShardedRows:
@@ -158,35 +180,7 @@ def augmented_gallery(gallery: ShardedRows, *, alpha: float, k: int, device: tor
         device: device for the computation.
     """
     self_index = torch.arange(len(gallery), device=device)
-    return _expand(gallery, gallery, alpha=alpha, k=k, self_index=self_index, self_score=0.0)
-
-
-def _expand(
-    queries: ShardedRows,
-    gallery: ShardedRows,
-    *,
-    alpha: float,
-    k: int,
-    self_index: Int[Tensor, " all"],
-    self_score: float,
-) -> ShardedRows:
-    """Expand block by block; `self_score` replaces the similarity of a query with itself."""
-    k = min(k, len(gallery))
-    with torch.no_grad():
-        nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
-    block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
-    blocks = [local for local, _ in queries.split_blocks(block_rows)]
-    # A process with fewer blocks than others adds empty blocks, because the others fetch rows of this process, too.
-    blocks += [slice(0, 0)] * (queries.most_split_blocks(block_rows) - len(blocks))
-    expanded = torch.empty_like(queries.local)
-    for block in blocks:
-        neighbours = gallery.fetch(nearest.positions[block]).to(self_index.device)  # (query, k, dim)
-        rows = queries.local[block].to(self_index.device)
-        s = _similarities(nearest.scores[block], rows, neighbours)
-        with ieee_products():
-            summed = (_weights(s, alpha)[:, None] @ neighbours)[:, 0]  # (query, dim)
-        expanded[block] = normalize(rows + summed)
-    return replace(queries, local=expanded)
+    return expanded_queries(gallery, gallery, alpha=alpha, k=k, self_index=self_index, self_score=0.0)
 
 
 def _similarities(

@@ -251,13 +251,11 @@ class PositiveRanks:
         """For each positive, the number of irrelevant candidates that score at least as high."""
         return self.rank - self.rank_among_positives
 
-    @cached_property
-    def finest(self) -> "PositiveRanks":
-        """The same lists if only candidates that share the finest label are positive; other columns become padding."""
-        return self.at_level(0)
-
     def at_level(self, level: int) -> "PositiveRanks":
-        """The same lists if only candidates that share the label of this level are positive; level 0 is the finest."""
+        """The same lists if only candidates that share the label of this level are positive; other columns are padding.
+
+        Level 0 is the finest.
+        """
         if self.levels == 1:
             return self
         shares_label = (self.level >= self.levels - level).long()
