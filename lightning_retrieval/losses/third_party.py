@@ -15,7 +15,6 @@ from lightning_retrieval.checks import check_finite
 from lightning_retrieval.distributed import rank, to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch, check_lists
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 
@@ -120,7 +119,7 @@ class ThirdPartyLoss(BatchLoss):
         rule = "a third-party loss gets labels only, so `relevance` must be None"
         raise InvalidType(rule, type(self.loss).__name__, got=relevance, cure="use a loss of this library")
 
-    def of_batch(self, batch: RankedBatch) -> Any:
+    def compute(self, batch: RankedBatch) -> Any:
         """The value of the loss."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
@@ -136,8 +135,6 @@ class ThirdPartyLoss(BatchLoss):
         if batch.queries is not None:
             rule = "a third-party loss is not a sum over queries, so it cannot be computed for a range of them"
             raise InvalidType(rule, cure="omit `queries`")
-        check_batch(batch)
-        check_lists(batch.lists)
         check_finite("embeddings", batch.embeddings)
         check_classes("labels", batch.lists.columns[:, 0], self.loss)
         if batch.ref_emb is None:

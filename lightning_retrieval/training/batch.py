@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.checks import as_int64
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
-from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.rows import Rows
 
 # Types to which embeddings are rounded before they are gathered, by the argument `gather` of `RetrievalModule`.

@@ -30,7 +30,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import RankedBatch
-from lightning_retrieval.losses.positives import true_indices
+from lightning_retrieval.losses.score_block import true_indices
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
