@@ -10,9 +10,9 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.arguments import constructor_parameters, settings_repr
+from lightning_retrieval.arguments import settings_repr
 from lightning_retrieval.checks import as_int64, check_integers, check_matrix
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
+from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
@@ -118,22 +118,14 @@ def ranked_batch(
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
-        _check_references(ref_emb, ref_labels)
+        if ref_labels is None:
+            raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
         references = Rows(columns["ref_labels"], columns["ref_ids"])
     else:
         for name in ("ref_labels", "ref_ids"):
             if columns[name] is not None:
                 raise InvalidValue("was given without `ref_emb`", argument=name, cure="give both or neither")
     return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
-
-
-def _check_references(ref_emb: Any, ref_labels: Any) -> None:
-    if isinstance(ref_emb, tuple):
-        got = f"a tuple of {len(ref_emb)}, as the miners of pytorch-metric-learning return"
-        cure = "the losses of this library rank all pairs and need no miner, so call loss(embeddings, labels)"
-        raise InvalidType("must be a tensor", argument="ref_emb", got=got, cure=cure)
-    if ref_labels is None:
-        raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
 
 
 class BatchLoss(nn.Module):
@@ -148,12 +140,6 @@ class BatchLoss(nn.Module):
 
     terms: dict[str, Tensor]
     observers: list[Callable[["BatchLoss", RankedBatch], None]]
-
-    def __new__(cls, *arguments: Any, **settings: Any) -> Any:
-        """Raise a TypeError for `temperature=`, a name of other libraries; the message gives this library's name."""
-        if "temperature" in settings:
-            raise _no_temperature(cls)
-        return super().__new__(cls)
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +176,7 @@ class BatchLoss(nn.Module):
 
         Raises:
             ValueError: if shapes do not match, or an embedding is not finite.
-            TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
+            TypeError: if embeddings are not floating point, or labels not integers.
         """
         columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
@@ -232,15 +218,3 @@ class BatchLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return settings_repr(self)
-
-
-def _no_temperature(cls: type) -> InvalidType:
-    """The error for an argument `temperature`, with this library's name of it."""
-    names = [parameter.name for parameter in constructor_parameters(cls) if parameter.name.startswith("tau")]
-    if not names:
-        return InvalidType(
-            "got `temperature`, but this loss has no temperature", cls.__name__, cure="remove the argument"
-        )
-    listed = " or ".join(f"`{name}`" for name in names)
-    rule = f"got `temperature`, which is called {listed} here, as in the paper"
-    return InvalidType(rule, cls.__name__, cure=f"pass {names[0]}=")

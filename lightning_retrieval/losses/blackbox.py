@@ -44,8 +44,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
-from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
-from lightning_retrieval.invalid import InvalidType
+from lightning_retrieval.checks import check_finite, check_float, check_positive
 from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
 from lightning_retrieval.losses.roadmap import PairLoss
 from lightning_retrieval.losses.score_block import Positives, ScoreBlock, true_indices
@@ -66,8 +65,7 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
     Raises:
         ValueError: if `lambda_` is not from 1e-12 to 1e12, or a score is not finite.
-        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension,
-            or is inside of `torch.func`.
+        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor.
 
     Example:
         >>> import torch
@@ -87,10 +85,6 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
         `BlackboxAPLoss` and `BlackboxRecallLoss` use a faster form that ranks the positives only.
     """
     check_positive("lambda_", lambda_, owner="blackbox_rank")
-    check_tensor("scores", scores, owner="blackbox_rank")
-    if scores.ndim == 0 or not scores.is_floating_point():
-        rule = "must be floating point with lists along the last dimension"
-        raise InvalidType(rule, "blackbox_rank", "scores", got=f"{scores.dtype} of shape {tuple(scores.shape)}")
     check_float("scores", scores, owner="blackbox_rank")
     check_finite("scores", scores, owner="blackbox_rank")
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, settings_repr
-from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
+from lightning_retrieval.checks import LARGEST, SMALLEST, check_finite_number, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
@@ -108,11 +108,6 @@ class NestedLoss(BatchLoss):
         weighted = [weight * value for weight, value in zip(weights, values)]
         return torch.stack(weighted).sum(0)
 
-    def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raise a TypeError, because a score matrix has no embeddings to shorten."""
-        rule = "a nested loss cannot be computed from a score matrix, which has no dimensions"
-        raise InvalidType(rule, type(self).__name__, cure="call it with embeddings and labels")
-
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
         """The batch with each number of dimensions, in descending order."""
         lists = batch.lists.counted_anew()
@@ -162,14 +157,16 @@ class Schedule:
         self, points: Sequence[tuple[float, float]], between: Literal["steps", "linear", "geometric"] = "steps"
     ) -> None:
         with owned_by("Schedule"):
-            self.points = tuple(map(_checked_point, points))
+            self.between = checked(self, between=between)
+            least = SMALLEST if between == "geometric" else -LARGEST
+            checked_points = []
+            for fraction, weight in points:
+                fraction = check_finite_number("points", fraction, least=0, most=1)
+                checked_points.append((fraction, check_finite_number("points", weight, least=least)))
+            self.points = tuple(checked_points)
             fractions = [fraction for fraction, _ in self.points]
             if not fractions or fractions != sorted(set(fractions)):
                 raise InvalidValue("must have fractions in ascending order", argument="points", got=short_repr(points))
-            self.between = checked(self, between=between)
-            if between == "geometric":
-                for _, weight in self.points:
-                    check_positive("points", weight)
 
     def __call__(self, fraction: float) -> float:
         """The weight at a fraction of the training, from 0 (the first step) to 1."""
@@ -187,13 +184,6 @@ class Schedule:
         return f"Schedule({settings_repr(self)})"
 
 
-def _checked_point(point: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(point, Sequence) or len(point) != 2:
-        raise InvalidType("must be pairs of a fraction and a weight", argument="points", got=short_repr(point))
-    fraction, weight = point
-    return check_finite_number("points", fraction, least=0, most=1), check_finite_number("points", weight)
-
-
 class WeightedSum(BatchLoss):
     """A sum of losses, each with a name and a weight, which may change during training.
 
@@ -203,9 +193,10 @@ class WeightedSum(BatchLoss):
             references. A weight is a number or a `Schedule`. A term of weight 0 is not computed.
 
     Raises:
-        ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
-            training, or a name is empty, has a dot, or is an attribute of a torch module, such as "type".
-        TypeError: if `losses` is not a mapping, or a weight is neither a number nor a schedule.
+        ValueError: if there is no term, a weight is not from -1e12 to 1e12, or all weights are 0 at a fraction of the
+            training.
+        TypeError: if a term is not a pair, or its weight is neither a number nor a schedule.
+        KeyError: if a name is none that a submodule may have.
 
     Example:
         >>> import torch
@@ -237,19 +228,14 @@ class WeightedSum(BatchLoss):
     def __init__(self, losses: Mapping[str, tuple[float | Schedule, nn.Module]]) -> None:
         super().__init__()
         with owned_by(type(self).__name__):
-            if not isinstance(losses, Mapping):
-                raise InvalidType(
-                    "must map a name to (weight, loss)",
-                    argument="losses",
-                    got=type(losses).__name__,
-                    cure='pass {"ap": (1.0, SmoothAPLoss()), ...}',
-                )
             if not losses:
                 raise InvalidValue("must hold at least one term", argument="losses", got=short_repr(losses))
             self.weights: dict[str, float | Schedule] = {}
             self.parts = nn.ModuleDict()
             for name, term in losses.items():
-                _check_term(name, term)
+                if not isinstance(term, Sequence) or len(term) != 2:
+                    rule = "must map a name to (weight, loss)"
+                    raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")
                 weight, loss = term
                 if not isinstance(weight, Schedule):
                     weight = check_finite_number(f"losses[{name!r}]", weight)
@@ -339,17 +325,3 @@ class WeightedSum(BatchLoss):
                 rule = "must have a weight other than 0 at each step"
                 got = f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training"
                 raise InvalidValue(rule, argument="losses", got=got, cure="let one weight start where another ends")
-
-
-def _check_term(name: str, term: Any) -> None:
-    if not isinstance(name, str) or name == "" or "." in name:
-        raise InvalidValue(
-            "must have names that are not empty and have no dot", argument="losses", got=short_repr(name)
-        )
-    if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
-        rule = "must not have the names of attributes of a torch module"
-        cure = f"give the term another name, such as '{name}_loss'"
-        raise InvalidValue(rule, argument="losses", got=repr(name), cure=cure)
-    if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
-        rule = "must map a name to (weight, loss)"
-        raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.checks import check_finite_number, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.losses.base import LossSettings
 from lightning_retrieval.losses.roadmap import UpperStepLoss
 from lightning_retrieval.losses.score_block import ScoreBlock, Step, at, constants, count_above
@@ -188,8 +188,6 @@ def _check_slopes(slopes: Sequence[float] | None) -> tuple[float, ...] | None:
     """Return the slopes as a tuple of three finite numbers, or None."""
     if slopes is None:
         return None
-    if not isinstance(slopes, Sequence) or isinstance(slopes, (str, bytes)):
-        raise InvalidType("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     if len(slopes) != 3:
         raise InvalidValue("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     return tuple(check_finite_number("hrank_slopes", slope) for slope in slopes)

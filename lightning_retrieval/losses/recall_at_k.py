@@ -102,8 +102,7 @@ class RecallAtKLoss(RetrievalLoss):
 
 def _check_tau_k(tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as a float, several as a tuple; raise unless there are 1 or `number` of them."""
-    are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
-    if not are_several:
+    if not isinstance(tau_k, Sequence):
         return check_positive("tau_k", tau_k)
     temperatures = tuple(check_positive("tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:

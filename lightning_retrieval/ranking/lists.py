@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int, Integer, Shaped
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite, has_finite_sum
@@ -165,9 +165,12 @@ class Lists:
             rows: as for `masks`.
             references: as for `masks`.
         """
+        chosen: slice | Tensor = slice(None)
+        if references is not None:
+            chosen = references
         if self.self_index is not None:
             positions = torch.arange(self.gallery, device=self.device)
-            mask &= self.self_index[rows, None] != _chosen(positions, references)
+            mask &= self.self_index[rows, None] != positions[chosen]
             return
         if self.in_batch and references is None:
             mask.scatter_(1, rows[:, None], False)
@@ -175,7 +178,7 @@ class Lists:
             mask &= rows[:, None] != references
         ids, ref_ids = self.queries.ids, self.references.ids
         if ids is not None and ref_ids is not None:
-            mask &= ids[rows, None] != _chosen(ref_ids, references)
+            mask &= ids[rows, None] != ref_ids[chosen]
 
     def count_positives(
         self,
@@ -307,13 +310,6 @@ def _as_levels(labels: Int[Tensor, "row ..."]) -> Int[Tensor, "row level"]:
     if labels.ndim == 1:
         return labels[:, None]
     return labels
-
-
-def _chosen(values: Shaped[Tensor, "..."], references: Int[Tensor, " gallery"] | None) -> Shaped[Tensor, "..."]:
-    """The values of the chosen references, which are the last dimension; all values if None is given."""
-    if references is None:
-        return values
-    return values[..., references]
 
 
 def count_equal(columns: Sequence[Int[Tensor, " n"]], ref_columns: Sequence[Int[Tensor, " m"]]) -> Int[Tensor, " n"]:
