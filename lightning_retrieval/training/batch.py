@@ -128,11 +128,11 @@ class GlobalBatch:
         memory, rows = self.module.memory, self.rows[-1]
         # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
         detach = memory.mode != "one_list"
-        with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
-        references = with_memory.lists.references
+        stored = memory.with_stored(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
+        references: Rows = stored
         if len(self.rows) > 1:
-            references = Rows(references.labels)
-        ranked = self._ranked(0, queries, references, with_memory.ref_emb)
+            references = Rows(stored.labels)
+        ranked = self._ranked(0, queries, references, stored.embeddings)
         if not memory.started:
             return {}
         if memory.mode == "two_terms":
