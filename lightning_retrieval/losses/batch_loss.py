@@ -45,9 +45,6 @@ class RankedBatch:
 
     def __post_init__(self) -> None:
         _check_rows("", self.embeddings, self.lists.queries)
-        if len(self.embeddings) == 0:
-            rule = "must hold at least one row"
-            raise InvalidValue(rule, argument="embeddings", got=f"shape {tuple(self.embeddings.shape)}")
         if self.ref_emb is not None:
             _check_rows("ref_", self.ref_emb, self.lists.references)
             self._check_references(self.ref_emb)

@@ -162,7 +162,8 @@ class Schedule:
             checked_points = []
             for fraction, weight in points:
                 fraction = check_finite_number("points", fraction, least=0, most=1)
-                checked_points.append((fraction, check_finite_number("points", weight, least=least)))
+                weight = check_finite_number("points", weight, least=least)
+                checked_points.append((float(fraction), float(weight)))
             self.points = tuple(checked_points)
             fractions = [fraction for fraction, _ in self.points]
             if not fractions or fractions != sorted(set(fractions)):

@@ -175,7 +175,7 @@ class CrossBatchMemory(nn.Module):
         *,
         detach: bool = False,
     ) -> EmbeddedRows:
-        """The rows of the batch, followed by the stored images that are not in it; for the arguments, see `references`."""
+        """The rows of the batch, followed by the stored images that are not in it; for the arguments: `references`."""
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
