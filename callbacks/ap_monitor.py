@@ -241,8 +241,9 @@ class APMonitor(Callback):
     ) -> None:
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
-            self._observed = pl_module.loss  # type: ignore[assignment]
-            self._observed.observers.append(self._compute_ap)
+            loss: Any = pl_module.loss
+            loss.observers.append(self._compute_ap)
+            self._observed = loss
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

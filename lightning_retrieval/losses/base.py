@@ -148,7 +148,7 @@ class RetrievalLoss(BatchLoss, ABC):
             check_score_matrix(scores, relevant, candidate, graded=self.graded)
             levels: tuple[int, ...] = (1,)
             if self.graded:
-                levels = tuple(level for level in relevant.unique().tolist() if level > 0)
+                levels = tuple(level for level in torch.unique(relevant).tolist() if level > 0)
             return self._value(GivenScores(scores), lists_of_masks(relevant, candidate), levels)
 
     @owned
@@ -188,8 +188,9 @@ class RetrievalLoss(BatchLoss, ABC):
         self, scores: Scores, lists: Lists, levels: tuple[int, ...], queries: QueryRange | None
     ) -> ComputedQueries:
         """The queries that have a value and are in the range. The host decides, since it has the counts."""
-        of_self = {"include_self": self.include_self, "self_is_positive": self.self_is_positive}
-        positives = lists.count_positives(scores.given, queries, **of_self)
+        positives = lists.count_positives(
+            scores.given, queries, include_self=self.include_self, self_is_positive=self.self_is_positive
+        )
         with_value = self._has_value(positives).nonzero()[:, 0]
         if len(with_value) == 0:
             self._warn_of_no_positive()
@@ -202,7 +203,7 @@ class RetrievalLoss(BatchLoss, ABC):
         counts = positives[with_value[in_range]]
         return ComputedQueries(
             scores=scores,
-            masks=partial(lists.masks, **of_self),
+            masks=partial(lists.masks, include_self=self.include_self, self_is_positive=self.self_is_positive),
             rows=rows[in_range],
             counts=counts,
             elements=self.elements(counts, scores.gallery),

@@ -206,7 +206,7 @@ class _Values(torch.autograd.Function):
     def forward(
         ctx: Any, queries: ComputedQueries, formula: Formula, parameters: Sequence[Tensor], *inputs: Tensor
     ) -> Tensor:
-        ctx.arguments = formula, queries, parameters
+        ctx.queries, ctx.formula, ctx.parameters = queries, formula, parameters
         ctx.save_for_backward(*inputs)
         return queries.weights * blockwise(formula, queries)[0]
 
@@ -215,5 +215,5 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises if an input was changed in place since the forward pass
         with torch.autocast(grad.device.type, enabled=False):
-            gradients = blockwise(*ctx.arguments, ctx.needs_input_grad[3:], grad)[1]
+            _, gradients = blockwise(ctx.formula, ctx.queries, ctx.parameters, ctx.needs_input_grad[3:], grad)
         return None, None, None, *gradients

@@ -233,8 +233,9 @@ class WeightedSum(BatchLoss):
                 raise InvalidValue("must hold at least one term", argument="losses", got=short_repr(losses))
             self.weights: dict[str, float | Schedule] = {}
             self.parts = nn.ModuleDict()
-            for name, term in losses.items():
-                if not isinstance(term, Sequence) or len(term) != 2:
+            given: Mapping[str, Any] = losses
+            for name, term in given.items():
+                if not (isinstance(term, (tuple, list)) and len(term) == 2):
                     rule = "must map a name to (weight, loss)"
                     raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")
                 weight, loss = term

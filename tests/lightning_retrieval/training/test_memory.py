@@ -95,7 +95,7 @@ def step(memory, model, batch):
     own = as_rows(embeddings, labels, ids)
     expected = own + model.others(ids.tolist())
     assert rows_of(references) == expected
-    assert references.ids is ids
+    assert torch.equal(references.ids, ids)
     assert references.ref_emb.dtype == torch.promote_types(embeddings.dtype, torch.float32)
     if len(ids):
         references.ref_emb.sum().backward()
