@@ -53,8 +53,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses.batch_loss import QueryRange, ranked_batch
-from lightning_retrieval.losses.lists import EmbeddingLists
+from lightning_retrieval.ranking.lists import Lists, QueryRange
+from lightning_retrieval.ranking.rows import Rows
 
 DIM, PER_CLASS, MIB = 512, 4, 1 << 20
 LOSSES: dict[str, Callable[[], nn.Module]] = {
@@ -249,16 +249,11 @@ def of_one_process(processes: int, batch: int, device: str) -> dict[str, Callabl
         embeddings.grad = None
         loss(embeddings, labels, ids=ids, queries=queries).backward()
 
-    prepared: list[EmbeddingLists] = []
-
-    def prepare() -> None:
-        ranked = ranked_batch(embeddings, labels, ids=ids, queries=queries)
-        prepared.append(EmbeddingLists(ranked, include_self=False))
-
     def count() -> None:
-        prepared.pop().count_positives(queries)
+        rows = Rows(labels, ids)
+        Lists(rows, rows).count_positives({"embeddings": embeddings}, queries)
 
-    return {"loss": run, "preparation": prepare, "counting": count}
+    return {"loss": run, "counting": count}
 
 
 def share_of_counting(device: str, quick: bool) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ higher within a batch, because fewer candidates could rank above the positives o
 """
 
 import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,10 +145,10 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
         surrogate: a loss that approximates AP, or None.
         batch: the batch that the loss ranks, with the range of queries of this process.
     """
-    local = _local_queries(batch)
     sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
-    if len(local.embeddings) == 0:
+    if batch.queries is not None and batch.queries.begin == batch.queries.end:
         return sums
+    local = _local_queries(batch)
     exact = BlackboxAPLoss(margin=0.0)  # without a margin, the value of this loss is exactly 1 - AP
     ap = _ap_per_query(exact, local)
     has_positive = ~ap.isnan()
@@ -162,19 +161,19 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
 
 def _local_queries(batch: RankedBatch) -> RankedBatch:
     """Return a batch of the queries of this process and of all references."""
-    rows, references = batch.lists.queries, batch.lists.references
-    if batch.ref_emb is None:
+    rows, references, ref_emb = batch.lists.queries, batch.lists.references, batch.ref_emb
+    if ref_emb is None:
         ids = rows.ids
         if ids is None:
             ids = torch.arange(len(rows), device=rows.labels.device)
         rows = references = replace(rows, ids=ids)
-        batch = replace(batch, ref_emb=batch.embeddings)
+        ref_emb = batch.embeddings
     begin, end = 0, len(rows)
     if batch.queries is not None:
         begin, end = batch.queries.begin, batch.queries.end
     local = torch.arange(begin, end, device=rows.labels.device)
     lists = Lists(rows.select(local), references, batch.lists.rule)
-    return replace(batch, embeddings=batch.embeddings[local], lists=lists, queries=None)
+    return replace(batch, embeddings=batch.embeddings[local], ref_emb=ref_emb, lists=lists, queries=None)
 
 
 def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " query"]:
@@ -182,8 +181,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
     loss._warned_of_no_positive = True  # only the original loss issues this warning
-    # The monitor has replaced `of_batch` of the loss and so of its copy; the class still has the original method.
-    return 1 - to_float64(type(loss).of_batch(loss, batch))
+    return 1 - to_float64(loss.compute(batch))  # unlike `of_batch`, without the observers of the loss
 
 
 class APMonitor(Callback):
@@ -244,7 +242,7 @@ class APMonitor(Callback):
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
-            loss.of_batch = functools.partial(self._value_of_batch, loss)  # `_stop_observing` removes the attribute
+            loss.observers.append(self._compute_ap)
             self._observed = loss
 
     def on_train_batch_end(
@@ -272,14 +270,8 @@ class APMonitor(Callback):
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
-            del self._observed.of_batch
+            self._observed.observers.remove(self._compute_ap)
             self._observed = None
-
-    def _value_of_batch(self, loss: BatchLoss, batch: RankedBatch) -> Any:
-        """Compute the loss, then the AP of the same lists; return the loss."""
-        value = type(loss).of_batch(loss, batch)
-        self._compute_ap(loss, batch)
-        return value
 
     def _compute_ap(self, loss: BatchLoss, batch: RankedBatch) -> None:
         """Compute the AP of the lists that the loss has just ranked, only in the first call of a step.

@@ -15,8 +15,7 @@ from torch.nn.functional import normalize, softplus
 
 from lightning_retrieval.losses import LogRankLoss
 from lightning_retrieval.losses.log_rank import softplus_step
-from lightning_retrieval.losses.positives import Positives, ScoreBlock, at
-from lightning_retrieval.losses.soft_ranks import count_above
+from lightning_retrieval.losses.score_block import Positives, ScoreBlock, at, count_above
 from lightning_retrieval.losses.third_party import begin_at
 
 PROXY_LOSSES = (
@@ -65,7 +64,7 @@ def place_of_each(positives: Positives, scores: Tensor) -> Tensor:
     """Return the place of each positive among those of its query, from 1 for the one with the highest score."""
     order = positives.in_columns(scores).argsort(1, descending=True)
     places = order.argsort(1) + 1
-    return places[positives.query, positives.column()].to(scores.dtype)
+    return places[positives.query, positives.column].to(scores.dtype)
 
 
 class MovingRankLoss(nn.Module):

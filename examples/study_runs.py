@@ -275,7 +275,8 @@ def loss_of_steps(setting: Setting, steps: int, classes: torch.Tensor | None = N
         return loss
     switch = round(FIRST_STEPS * steps) / steps
     first = scaled(make_loss(setting.first_loss, setting.first_args), setting.loss_scale)
-    return losses.WeightedSum({"first": (losses.Before(switch), first), "then": (losses.After(switch), loss)})
+    at_first, then = losses.Schedule([(0, 1), (switch, 0)]), losses.Schedule([(0, 0), (switch, 1)])
+    return losses.WeightedSum({"first": (at_first, first), "then": (then, loss)})
 
 
 def make_embedder(setting: Setting) -> Embedder:

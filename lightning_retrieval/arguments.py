@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from types import FunctionType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from lightning_retrieval.checks import (
     LARGEST,
@@ -110,16 +110,35 @@ def _rule_of(annotation: Any) -> Rule | None:
     return next((mark for mark in marks if isinstance(mark, functools.partial)), None)
 
 
+def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
+    """The parameters of the constructor of a class, without `self`.
+
+    In the place of `**settings: Unpack[Settings]` are the settings that the `TypedDict` declares.
+
+    Raises:
+        ValueError: if the constructor has no signature, like some types written in C.
+    """
+    found: list[inspect.Parameter] = []
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        if get_origin(parameter.annotation) is not Unpack:
+            found.append(parameter)
+            continue
+        (settings,) = get_args(parameter.annotation)
+        for name, kind in get_type_hints(settings).items():
+            found.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, annotation=kind))
+    return found
+
+
 def settings_repr(module: object) -> str:
     """The arguments of a module's constructor with their values. Submodules are left to PyTorch's own `repr`.
 
-    If a constructor takes `**settings`, the arguments of the next base class follow.
+    If a constructor takes any further settings, the arguments of the next base class follow.
     """
     names: dict[str, None] = {}
     for cls in type(module).__mro__:
         if "__init__" not in vars(cls):
             continue
-        parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        parameters = constructor_parameters(cls)
         names |= dict.fromkeys(parameter.name for parameter in parameters)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break

@@ -54,9 +54,12 @@ def kept_integers(values: Tensor) -> Tensor:
     return values.detach().to(torch.int64, copy=True)
 
 
-def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """A tensor of a few numbers of the host on a device, for which the host does not wait."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
+def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
+    """A tensor of numbers of the host on a device, for which the host does not wait."""
+    values = torch.as_tensor(numbers)
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def world_size(group: Any = None) -> int:

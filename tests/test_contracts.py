@@ -63,9 +63,17 @@ class Entry:
     without: tuple[str, ...] = ()
 
 
-# Functions, abstract base classes, and MilvusStore, which opens an index that exists.
+# Functions, the type of settings, abstract base classes, and MilvusStore, which opens an index that exists.
 NOT_MADE = {
-    *("RetrievalLoss", "PairLoss", "Relevance", "EmbeddingMetric", "GlobalBatchSampler", "ImageDataModule"),
+    *(
+        "LossSettings",
+        "RetrievalLoss",
+        "PairLoss",
+        "Relevance",
+        "EmbeddingMetric",
+        "GlobalBatchSampler",
+        "ImageDataModule",
+    ),
     *("BoxDataModule", "DetectionDataModule", "RetrievalDataModule", "MilvusStore", "blackbox_rank", "gem"),
     *("chunked_backward", "largest_chunk_size", "multi_scale", "nearest_scores", "training_transform"),
     *("item_generator", "resume_position"),
@@ -84,9 +92,7 @@ TABLE = {
     ),
     "SupAPLoss": Entry({"tau": 0.1, "rho": 50.0, "delta": 0.1, "offset": 1.44, "start": 0.4}),
     "CalibrationLoss": Entry({"alpha": 0.8, "beta": 0.5, "reduction": "sum"}),
-    "ROADMAPLoss": Entry(
-        {"lambda_": 0.3, "sup_ap": SupAPLoss(tau=0.1), "calibration": None}, shown=(), without=("move",)
-    ),
+    "ROADMAPLoss": Entry({"lambda_": 0.3, "reduction": "sum", "class_balanced": True}, without=("move",)),
     "HAPLoss": Entry({"alpha": 2.0, "tau": 0.1, "offset": 1.44, "hrank_slopes": (25.0, 0.5, 10.0)}),
     "LogRankLoss": Entry(
         {"tau": 0.1, "lambda_": 0.5, "negative_weight": 10.0, "reduction": "sum", "class_balanced": True}
@@ -95,9 +101,7 @@ TABLE = {
     "WeightedSum": Entry(
         {"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=(), without=("move",)
     ),
-    "After": Entry({"start": 0.2, "value": 2.0}),
-    "Before": Entry({"end": 0.2, "value": 2.0}),
-    "Ramp": Entry({"first": 1.0, "last": 0.5, "start": 0.1, "end": 0.6, "geometric": True}),
+    "Schedule": Entry({"points": ((0.1, 1.0), (0.6, 0.5)), "between": "geometric"}),
     "NestedLoss": Entry({"loss": SmoothAPLoss(tau=0.1), "dims": (2, 4), "weights": (1.0, 0.5)}, without=("move",)),
     "CrossBatchMemory": Entry({"size": 12, "start_step": 3, "mode": "two_terms", "weight": 0.5}, without=("move",)),
     "RetrievalModule": Entry(

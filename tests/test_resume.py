@@ -21,7 +21,7 @@ from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, Smo
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
-from lightning_retrieval.losses import Before, Ramp, WeightedSum
+from lightning_retrieval.losses import Schedule, WeightedSum
 from lightning_retrieval.models import GlyphNet
 from tests.lightning_retrieval.detection.scenes import SceneData, Scenes
 from tests.processes import start_processes
@@ -93,7 +93,10 @@ def retrieval_run(workers):
     module = RetrievalModule(
         embedder,
         WeightedSum(
-            {"pairs": (Before(0.5), ContrastiveLoss()), "ap": (Ramp(0.1, 1.0, geometric=True), SmoothAPLoss())}
+            {
+                "pairs": (Schedule([(0, 1), (0.5, 0)]), ContrastiveLoss()),
+                "ap": (Schedule([(0, 0.1), (1, 1.0)], "geometric"), SmoothAPLoss()),
+            }
         ),
         chunk_size=16,  # of 40 images
         memory=CrossBatchMemory(100, start_step=2),

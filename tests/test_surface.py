@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from typing import Unpack, get_args, get_origin, get_type_hints, is_typeddict
 
 from torch import nn
 
@@ -46,11 +47,19 @@ def names_of(module):
 
 
 def parameters(thing):
-    """Each parameter as `name` or `name=default`, with `*` before the keyword-only ones."""
+    """Each parameter as `name` or `name=default`, with `*` before the keyword-only ones.
+
+    Those that a `TypedDict` declares in place of `**settings` are shown as `**name`.
+    """
     shown: list[str] = []
+    if is_typeddict(thing):
+        return list(get_type_hints(thing))
     if getattr(thing, "__init__", None) is nn.Module.__init__:  # takes no arguments, though its signature accepts any
         return shown
     for parameter in inspect.signature(thing).parameters.values():
+        if get_origin(parameter.annotation) is Unpack:
+            shown += [f"**{name}" for name in get_type_hints(get_args(parameter.annotation)[0])]
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.losses.combined import Before
+from lightning_retrieval.losses.combined import Schedule
 from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, small_glyphs
 from tests.quiet_trainer import quiet_trainer
 
@@ -91,7 +91,9 @@ def test_values_are_those_of_a_call_of_log_in_each_step(tmp_path, glyphs):
     for kind in (RetrievalModule, WithLog):
         pl.seed_everything(0)
         metrics = Metrics()
-        loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "calibration": (Before(0.5), CalibrationLoss())})
+        loss = WeightedSum(
+            {"ap": (1.0, SmoothAPLoss()), "calibration": (Schedule([(0, 1), (0.5, 0)]), CalibrationLoss())}
+        )
         logger = CSVLogger(tmp_path, kind.__name__)
         few = {"limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 2, "num_sanity_val_steps": 0}
         trainer = quiet_trainer(max_epochs=2, logger=logger, callbacks=[metrics, RetrievalEvaluation()], **few)

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import DefaultHelpFormatter, Namespace, get_loader, set_dumper, set_loader
 
 from lightning_retrieval import callbacks, datamodules
+from lightning_retrieval.arguments import constructor_parameters
 from lightning_retrieval.backend import (
     LightningArgumentParser,
     LightningCLI,
@@ -54,7 +55,6 @@ from lightning_retrieval.plain_data import (
     INSTALLED,
     KWARGS,
     add_named_packages,
-    constructor_parameters,
     is_variadic,
     load_function,
 )

@@ -10,22 +10,35 @@ value and is skipped in every mean.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.arguments import checked
+from lightning_retrieval.distributed import to_device
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
-from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
-from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
-from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
-from lightning_retrieval.losses.positives import ScoreBlock, true_indices
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
+from lightning_retrieval.losses.blockwise import ComputedQueries, Formula
+from lightning_retrieval.losses.score_block import ScoreBlock
+from lightning_retrieval.losses.scores import GivenScores, Scores, check_score_matrix, lists_of_masks
+from lightning_retrieval.ranking.lists import Lists, QueryRange, count_equal
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+class LossSettings(TypedDict):
+    """The settings of `RetrievalLoss`, which every loss over ranked lists has.
+
+    A loss takes them as `**settings: Unpack[LossSettings]`, so that editors, configs and checkpoints know them.
+    """
+
+    reduction: NotRequired[Reduction]
+    class_balanced: NotRequired[bool]
+    include_self: NotRequired[bool]
 
 
 class RetrievalLoss(BatchLoss, ABC):
@@ -83,15 +96,13 @@ class RetrievalLoss(BatchLoss, ABC):
         """
         return torch.full_like(positives, gallery)
 
-    def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
+    def compute(self, batch: RankedBatch) -> Float[Tensor, "..."]:
         """The loss of a batch. For the contents of a batch and the errors, see `forward`."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
+        lists, levels = self._lists_and_levels(batch)
         with owned_by(self.name):
-            lists = EmbeddingLists(
-                batch, include_self=self.include_self, self_is_positive=self.self_is_positive, graded=self.graded
-            )
-            return self._value(lists, batch.queries)
+            return self._value(Scores(batch.embeddings, batch.ref_emb), lists, levels, batch.queries)
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise if the loss cannot follow this rule: it has levels of relevance, or weights classes that do not exist.
@@ -134,65 +145,86 @@ class RetrievalLoss(BatchLoss, ABC):
             cure = "call the loss with embeddings and labels, or set class_balanced=False"
             raise InvalidValue(rule, self.name, "class_balanced", cure=cure)
         with owned_by(self.name):
-            return self._value(ScoreLists(scores, relevant, candidate=candidate, graded=self.graded))
+            check_score_matrix(scores, relevant, candidate, graded=self.graded)
+            levels: tuple[int, ...] = (1,)
+            if self.graded:
+                levels = tuple(level for level in torch.unique(relevant).tolist() if level > 0)
+            return self._value(GivenScores(scores), lists_of_masks(relevant, candidate), levels)
 
     @owned
     def queries_without_value(self, batch: RankedBatch) -> int:
         """Number of queries of a batch that the loss skips, because no other image in their list is relevant."""
-        lists = EmbeddingLists(batch, include_self=False, graded=self.graded)
-        positives = lists.count_positives()[1]
+        lists, _ = self._lists_and_levels(batch)
+        positives = lists.count_positives(Scores(batch.embeddings, batch.ref_emb).given)
         return int((~self._has_value(positives)).sum())
 
-    def _value(self, lists: RankedLists, queries: QueryRange | None = None) -> Float[Tensor, "..."]:
-        """The loss of ranked lists, reduced as `reduction` says; `queries` is as in `RankedBatch`."""
-        with torch.autocast(lists.device.type, enabled=False):
-            plan = self._plan(lists, queries)
-            if self.reduction == "none":
-                values: Tensor = QueryValues.apply(plan, *plan.inputs)
-                return values
-            mean: Tensor = WeightedMean.apply(plan, *plan.inputs)
-            if self.reduction == "sum":
-                return mean * plan.count
-            return mean
+    def _lists_and_levels(self, batch: RankedBatch) -> tuple[Lists, tuple[int, ...]]:
+        """The lists of a batch as the loss reads them, and the possible levels of relevance above 0."""
+        if self.graded:
+            return batch.lists, tuple(range(1, batch.lists.levels + 1))
+        return batch.lists.finest, (1,)
 
-    def _plan(self, lists: RankedLists, queries: QueryRange | None) -> BlockPlan:
-        """Which queries are computed, in which blocks, and with which weights."""
+    def _value(
+        self, scores: Scores, lists: Lists, levels: tuple[int, ...], queries: QueryRange | None = None
+    ) -> Float[Tensor, "..."]:
+        """The loss of ranked lists, reduced as `reduction` says; `queries` is as in `RankedBatch`."""
         if queries is not None and self.reduction == "none":
             raise InvalidValue("must be 'mean' or 'sum' for a range of `queries`", argument="reduction", got="'none'")
-        positives, positives_on_host = lists.count_positives(queries)
-        valid, valid_on_host = self._has_value(positives), self._has_value(positives_on_host)
-        if not valid_on_host.any():
-            self._warn_of_no_positive()
-        count = valid.sum().clamp(min=1)
-        weights = valid.to(lists.dtype)
-        if self.class_balanced:
-            weights = lists.class_weights(valid)
+        first, *_ = scores.given.values()  # with one row for each query
+        with torch.autocast(first.device.type, enabled=False):
+            computed = self._computed(scores, lists, levels, queries)
+            formula = self._formula(computed, queries)
+            parameters = tuple(p for p in self.parameters() if p.requires_grad)
+            if self.reduction == "none":
+                values = computed.count * computed.values(formula, parameters)
+                return values.new_full((len(first),), torch.nan).index_copy(0, computed.rows, values)
+            # The mean is scaled afterwards: the gradient of a black-box loss is not linear in the incoming gradient.
+            mean = computed.mean(formula, parameters)
+            if self.reduction == "sum":
+                return computed.count * mean
+            return mean
 
-        taken, taken_on_host = valid, valid_on_host
-        if queries is not None:
-            taken = queries.among(valid)
-            taken_on_host = queries.among(valid_on_host)
-        counts = positives_on_host[taken_on_host]
-        (rows,) = true_indices(taken, len(counts))
-        blocks = cut_into_blocks(rows, self.elements(counts, lists.gallery), counts)
-        return BlockPlan(
-            formula=self._formula(lists, blocks, queries),
-            lists=lists,
-            blocks=blocks,
-            # For every reduction, these are the weights of the mean; `_value` scales the result afterwards. The
-            # black-box losses need this order, because their gradient is not linear in the gradient that they receive.
-            weights=weights / count,
-            count=count,
-            parameters=tuple(p for p in self.parameters() if p.requires_grad),
+    def _computed(
+        self, scores: Scores, lists: Lists, levels: tuple[int, ...], queries: QueryRange | None
+    ) -> ComputedQueries:
+        """The queries that have a value and are in the range. The host decides, since it has the counts."""
+        positives = lists.count_positives(
+            scores.given, queries, include_self=self.include_self, self_is_positive=self.self_is_positive
         )
+        with_value = self._has_value(positives).nonzero()[:, 0]
+        if len(with_value) == 0:
+            self._warn_of_no_positive()
+        first, *_ = scores.given.values()
+        rows = to_device(with_value, first.device)
+        in_range = slice(None)
+        if queries is not None:
+            bounds = torch.searchsorted(with_value, torch.tensor([queries.begin, queries.end]))
+            in_range = slice(*bounds.tolist())
+        counts = positives[with_value[in_range]]
+        return ComputedQueries(
+            scores=scores,
+            masks=partial(lists.masks, include_self=self.include_self, self_is_positive=self.self_is_positive),
+            rows=rows[in_range],
+            counts=counts,
+            elements=self.elements(counts, scores.gallery),
+            weights=self._weights(lists, rows, first.dtype)[in_range],
+            count=len(with_value),
+            levels=levels,
+        )
+
+    def _weights(self, lists: Lists, rows: Int[Tensor, " query"], dtype: torch.dtype) -> Float[Tensor, " query"]:
+        """The weight of each query with a value in the mean over all of them."""
+        if not self.class_balanced:
+            return torch.full_like(rows, 1 / max(1, len(rows)), dtype=dtype)
+        labels = lists.columns[rows, 0]
+        weights = 1 / count_equal([labels], [labels]).to(dtype)
+        return weights / weights.sum()
 
     def _has_value(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
         """Which queries have a value."""
         return positives > 0
 
-    def _formula(
-        self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
-    ) -> Callable[[ScoreBlock], Tensor]:
+    def _formula(self, computed: ComputedQueries, queries: QueryRange | None) -> Formula:
         """The formula to evaluate for each block. A subclass may first compute sums over all lists here."""
         return self.query_losses
 

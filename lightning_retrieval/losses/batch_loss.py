@@ -3,42 +3,19 @@
 The inputs of one call of a loss are packed once, as a `RankedBatch`, and passed on as one value.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
-from lightning_retrieval.checks import as_int64
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
-from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.checks import as_int64, check_integers, check_matrix
+from lightning_retrieval.invalid import InvalidValue, owned
+from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
-
-
-@dataclass(frozen=True, eq=False)
-class QueryRange:
-    """The range of queries that one process computes, if several processes share a batch.
-
-    Args:
-        begin: index of the first query.
-        end: index after the last query.
-        total: function that sums a tensor over all processes. Every process must call this function, with a tensor of
-            the same shape.
-    """
-
-    begin: int
-    end: int
-    total: Callable[[Tensor], Tensor]
-
-    def among(self, queries: Bool[Tensor, " query"]) -> Bool[Tensor, " query"]:
-        """Which of these queries lie in the range."""
-        index = torch.arange(len(queries), device=queries.device)
-        return queries & (self.begin <= index) & (index < self.end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +30,11 @@ class RankedBatch:
         ref_emb: the references; None ranks the batch itself.
         queries: the queries that this process computes; None computes all of them.
         fraction: fraction of the training steps that are done, from 0 to 1; 1 for a call outside of a training.
+
+    Raises:
+        ValueError: if shapes do not match, or labels of several levels do not nest. Whether embeddings are finite is
+            checked by the losses.
+        TypeError: if embeddings are not floating point, or labels or ids not integers.
     """
 
     embeddings: Float[Tensor, "query dim"]
@@ -60,6 +42,24 @@ class RankedBatch:
     ref_emb: Float[Tensor, "gallery dim"] | None = None
     queries: QueryRange | None = None
     fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_rows("", self.embeddings, self.lists.queries)
+        if self.ref_emb is not None:
+            _check_rows("ref_", self.ref_emb, self.lists.references)
+            self._check_references(self.ref_emb)
+        self.lists.check()
+
+    def _check_references(self, ref_emb: Tensor) -> None:
+        if ref_emb.shape[1] != self.embeddings.shape[1]:
+            got = f"{tuple(ref_emb.shape)} against {tuple(self.embeddings.shape)}"
+            raise InvalidValue("must have the dimension of `embeddings`", argument="ref_emb", got=got)
+        given, missing = "ids", "ref_ids"
+        if self.ids is None:
+            given, missing = missing, given
+        if (self.ids is None) != (self.lists.references.ids is None):
+            rule = f"was given without `{missing}`"
+            raise InvalidValue(rule, argument=given, cure="with `ref_emb` give both or neither")
 
     @property
     def labels(self) -> Int[Tensor, "query ..."]:
@@ -70,6 +70,21 @@ class RankedBatch:
     def ids(self) -> Int[Tensor, " query"] | None:
         """Dataset index of each query."""
         return self.lists.queries.ids
+
+
+def _check_rows(prefix: str, embeddings: Tensor, rows: Rows) -> None:
+    """Raise unless there are embeddings, with a label and, if ids are given, an id for each of them.
+
+    Args:
+        prefix: "ref_" for the references, else "".
+        embeddings: one row for each item.
+        rows: labels and ids.
+    """
+    name = {"": "embeddings", "ref_": "ref_emb"}[prefix]
+    check_matrix(name, embeddings)
+    check_integers(f"{prefix}labels", rows.labels, len(embeddings), name, levels=True)
+    if rows.ids is not None:
+        check_integers(f"{prefix}ids", rows.ids, len(embeddings), name)
 
 
 def ranked_batch(
@@ -100,7 +115,8 @@ def ranked_batch(
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
-        _check_references(ref_emb, ref_labels)
+        if ref_labels is None:
+            raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
         references = Rows(columns["ref_labels"], columns["ref_ids"])
     else:
         for name in ("ref_labels", "ref_ids"):
@@ -109,33 +125,23 @@ def ranked_batch(
     return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
 
 
-def _check_references(ref_emb: Any, ref_labels: Any) -> None:
-    if isinstance(ref_emb, tuple):
-        got = f"a tuple of {len(ref_emb)}, as the miners of pytorch-metric-learning return"
-        cure = "the losses of this library rank all pairs and need no miner, so call loss(embeddings, labels)"
-        raise InvalidType("must be a tensor", argument="ref_emb", got=got, cure=cure)
-    if ref_labels is None:
-        raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
-
-
 class BatchLoss(nn.Module):
     """Base class of `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss`: a loss of a whole batch.
 
-    A subclass implements `of_batch`, the method that the rest of this library calls. `terms` holds the
-    unweighted terms of the latest call by name, and is empty for a loss of one term.
+    A subclass implements `compute`; callers use the loss itself or `of_batch`.
+
+    Attributes:
+        terms: the unweighted terms of the latest call by name; empty for a loss of one term.
+        observers: functions that get the loss and the batch after each call; empty but while a callback looks on.
     """
 
     terms: dict[str, Tensor]
-
-    def __new__(cls, *arguments: Any, **settings: Any) -> Any:
-        """Raise a TypeError for `temperature=`, a name of other libraries; the message gives this library's name."""
-        if "temperature" in settings:
-            raise _no_temperature(cls)
-        return super().__new__(cls)
+    observers: list[Callable[["BatchLoss", RankedBatch], None]]
 
     def __init__(self) -> None:
         super().__init__()
         self.terms = {}
+        self.observers = []
 
     @owned
     def forward(
@@ -167,14 +173,21 @@ class BatchLoss(nn.Module):
 
         Raises:
             ValueError: if shapes do not match, or an embedding is not finite.
-            TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
+            TypeError: if embeddings are not floating point, or labels not integers.
         """
         columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
         return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""
-        raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch`.")
+        value = self.compute(batch)
+        for observe in self.observers:
+            observe(self, batch)
+        return value
+
+    def compute(self, batch: RankedBatch) -> Any:
+        """The value of the loss, which `of_batch` returns."""
+        raise NotImplementedError(f"{type(self).__name__}: a loss must implement `compute`.")
 
     def check_relevance(self, relevance: Relevance) -> None:
         """Raise if the loss cannot follow this rule of relevance. The terms of a sum check for themselves."""
@@ -202,16 +215,3 @@ class BatchLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return settings_repr(self)
-
-
-def _no_temperature(cls: type) -> InvalidType:
-    """The error for an argument `temperature`, with this library's name of it."""
-    settings = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    names = [name for name in settings if name.startswith("tau")]
-    if not names:
-        return InvalidType(
-            "got `temperature`, but this loss has no temperature", cls.__name__, cure="remove the argument"
-        )
-    listed = " or ".join(f"`{name}`" for name in names)
-    rule = f"got `temperature`, which is called {listed} here, as in the paper"
-    return InvalidType(rule, cls.__name__, cure=f"pass {names[0]}=")

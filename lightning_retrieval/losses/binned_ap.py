@@ -32,7 +32,7 @@ The official code has several defaults: 20 bins on [0, 1] or [-1, 1] and, in dir
 scores below 0 tie in the last bin.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -42,8 +42,8 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.arguments import Number, checked, integers
 from lightning_retrieval.checks import SMALLEST
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import ScoreBlock, at
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
+from lightning_retrieval.losses.score_block import ScoreBlock, at
 
 TieAware = Literal[False, "simplified", "full"]
 
@@ -134,9 +134,7 @@ class FastAPLoss(RetrievalLoss):
 
     Args:
         num_bins: number of intervals into which the squared distances from 0 to 4 are divided, from 2 to 65,536.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Use this only for comparison with other code.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `num_bins` is out of its range or `reduction` is unknown.
@@ -162,12 +160,9 @@ class FastAPLoss(RetrievalLoss):
     def __init__(
         self,
         num_bins: Annotated[int, integers(2, MOST_BINS)] = 10,
-        *,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.num_bins = checked(self, num_bins=num_bins)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
@@ -246,9 +241,7 @@ class QuantizedAPLoss(RetrievalLoss):
         high: centre of the first bin.
         tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`
             and `"full"` average AP over the possible orders of these items.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight (section 4.2 and Fig. 7 of the paper).
-        include_self: rank the query in its own list. Use this only for comparison with other code.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `num_bins` is out of its range, `low` is not below `high`, one of them is not finite, or
@@ -279,11 +272,9 @@ class QuantizedAPLoss(RetrievalLoss):
         low: Number = -1.0,
         high: Number = 1.0,
         tie_aware: TieAware = False,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.num_bins = checked(self, num_bins=num_bins)
         self.low = checked(self, low=low)
         self.high = checked(self, high=high)

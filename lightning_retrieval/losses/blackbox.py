@@ -9,7 +9,7 @@ with respect to the ranks of the scores s,
 Ranks are first divided by the list's length L, as in the official code, so that lambda has the same effect on lists of
 every length.
 
-`blackbox_rank` ranks all scores of a list. The losses need only the ranks of the positives, which `positive_ranks`
+`blackbox_rank` ranks all scores of a list. The losses need only the ranks of the positives, which `interpolated_ranks`
 computes at less cost: only these ranks have a gradient, so only the positives move in s + lambda g. If the queries have
 few positives, each positive is compared with all negatives, before and after the move. Otherwise the scores of the
 negatives are sorted once, and the rank of each positive is found by binary search.
@@ -36,7 +36,7 @@ loss divides them by the number of queries).
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -44,11 +44,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, numbers
-from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
-from lightning_retrieval.invalid import InvalidType
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
+from lightning_retrieval.checks import check_finite, check_float, check_positive
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
 from lightning_retrieval.losses.roadmap import PairLoss
+from lightning_retrieval.losses.score_block import Positives, ScoreBlock, true_indices
 
 LARGEST_MARGIN = 100.0  # a larger margin may make different scores of positives equal in float32
 TINY = 1e-8  # the official code divides by lambda + TINY
@@ -66,8 +65,7 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
     Raises:
         ValueError: if `lambda_` is not from 1e-12 to 1e12, or a score is not finite.
-        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor of at least one dimension,
-            or is inside of `torch.func`.
+        TypeError: if `lambda_` is not a number, or `scores` is not a floating-point tensor.
 
     Example:
         >>> import torch
@@ -87,10 +85,6 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
         `BlackboxAPLoss` and `BlackboxRecallLoss` use a faster form that ranks the positives only.
     """
     check_positive("lambda_", lambda_, owner="blackbox_rank")
-    check_tensor("scores", scores, owner="blackbox_rank")
-    if scores.ndim == 0 or not scores.is_floating_point():
-        rule = "must be floating point with lists along the last dimension"
-        raise InvalidType(rule, "blackbox_rank", "scores", got=f"{scores.dtype} of shape {tuple(scores.shape)}")
     check_float("scores", scores, owner="blackbox_rank")
     check_finite("scores", scores, owner="blackbox_rank")
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)
@@ -125,7 +119,7 @@ def sort_lists(block: ScoreBlock, margin: float) -> SortedLists:
     return SortedLists(negatives, column, positives, s, length)
 
 
-def positive_ranks(
+def interpolated_ranks(
     scores: Float[Tensor, "query gallery"], lists: SortedLists, *, lambda_: float, past: Sequence[SortedLists] = ()
 ) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
     """The query of each positive, its differentiable rank rk among candidates, and its rank rk+ among positives.
@@ -139,6 +133,17 @@ def positive_ranks(
     """
     query, rank, rank_among_positives = _PositiveRank.apply(scores, (lists, *past), lambda_)
     return query, rank, rank_among_positives
+
+
+def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
+    """Merge the positives of several lists of the same queries.
+
+    Also return the position of each merged positive in the concatenated `parts`.
+    """
+    query, order = torch.cat([part.query for part in parts]).sort(stable=True)
+    index = torch.cat([part.index for part in parts])[order]
+    counts = torch.stack([part.counts for part in parts]).sum(0)
+    return Positives(query, index, counts), order
 
 
 class _Rank(torch.autograd.Function):
@@ -230,8 +235,8 @@ def _rank_changes_by_comparison(
     moved: Float[Tensor, " pos"],
 ) -> Float[Tensor, "query gallery"]:
     change, reached = torch.zeros_like(negatives), torch.empty_like(negatives)
-    before = _in_rows(positives, positives.column(), s, 0.0)  # (query, column); padding cancels out
-    after = _in_rows(positives, positives.column(), moved, 0.0)
+    before = positives.in_columns(s, 0.0)  # (query, column); padding cancels out
+    after = positives.in_columns(moved, 0.0)
     for old, new in zip(before.unbind(1), after.unbind(1)):
         change += torch.le(negatives, new[:, None], out=reached)
         change -= torch.le(negatives, old[:, None], out=reached)
@@ -255,12 +260,11 @@ def _count_by_comparison(
     negatives: Float[Tensor, "query gallery"], positives: Positives, values: Float[Tensor, " pos"]
 ) -> Int[Tensor, " pos"]:
     """For each value, the number of negatives of its query that are at least as large."""
-    column = positives.column()
-    rows = _in_rows(positives, column, values, 0.0)  # (query, column)
+    rows = positives.in_columns(values, 0.0)  # (query, column)
     counts, at_least = torch.zeros_like(rows), torch.empty_like(negatives)
     for number, value in enumerate(rows.unbind(1)):
         counts[:, number] = torch.ge(negatives, value[:, None], out=at_least).sum(1)
-    return counts[positives.query, column].to(torch.int64)
+    return counts[positives.query, positives.column].to(torch.int64)
 
 
 def _count_at_least(
@@ -275,25 +279,15 @@ def _count_at_least(
     If `strictly`, only larger entries are counted.
     """
     # searchsorted searches row by row, so the values need one row per query.
-    column = positives.column()
-    rows = _in_rows(positives, column, values, 0.0)
+    rows = positives.in_columns(values, 0.0)
     below = torch.searchsorted(ascending, rows, right=strictly)
-    return ascending.shape[1] - below[positives.query, column]
+    return ascending.shape[1] - below[positives.query, positives.column]
 
 
 def _count_positives_at_least(positives: Positives, values: Float[Tensor, " pos"]) -> Int[Tensor, " pos"]:
     """For each positive, the number of positives of its query, itself included, that score at least as high."""
-    ascending = _in_rows(positives, positives.column(), values, -torch.inf).sort(dim=1)[0]
+    ascending = positives.in_columns(values).sort(dim=1)[0]
     return _count_at_least(ascending, positives, values)
-
-
-def _in_rows(
-    positives: Positives, column: Int[Tensor, " pos"], values: Float[Tensor, " pos"], padding: float
-) -> Float[Tensor, "query column"]:
-    """The values of the positives as a matrix with one row per query, padded to the longest row."""
-    rows = values.new_full((len(positives.counts), positives.most), padding)
-    rows[positives.query, column] = values
-    return rows
 
 
 def blackbox_ap(block: ScoreBlock, *, lambda_: float, margin: float) -> Float[Tensor, " query"]:
@@ -304,10 +298,9 @@ def blackbox_ap(block: ScoreBlock, *, lambda_: float, margin: float) -> Float[Te
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """
-    query, rank, rank_among_positives = positive_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
+    _, rank, rank_among_positives = interpolated_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
-    sum_of_precisions = torch.zeros_like(block.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / block.positives.of_each_query()
+    return 1 - block.positives.mean(precision)
 
 
 class BlackboxAPLoss(RetrievalLoss):
@@ -317,9 +310,7 @@ class BlackboxAPLoss(RetrievalLoss):
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length. Larger values give smoother
             and less faithful gradients.
         margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Use this only for comparison with other code.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `lambda_` is not a number from 1e-12 to 1e12, `margin` is not a number from 0 to 100, or
@@ -349,12 +340,9 @@ class BlackboxAPLoss(RetrievalLoss):
         self,
         lambda_: Positive = 4.0,
         margin: Annotated[float, numbers(0, LARGEST_MARGIN)] = 0.02,
-        *,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)
 
@@ -377,7 +365,7 @@ def blackbox_recall_sums(
         weighting: l: `"log"` or `"loglog"`.
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x).
     """
-    query, rank, rank_among_positives = positive_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
+    query, rank, rank_among_positives = interpolated_ranks(block.scores, sort_lists(block, margin), lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
     batches = batch_memory + 1.0
     value = torch.log1p(batches * negatives_above)
@@ -385,7 +373,7 @@ def blackbox_recall_sums(
         value = torch.log1p(value)
     value = value / batches
     total = torch.zeros_like(block.scores[:, 0]).index_add(0, query, value)  # (query,)
-    return total[:, None], block.positives.of_each_query()[:, None].to(total.dtype)
+    return total[:, None], block.positives.of_each_query[:, None].to(total.dtype)
 
 
 class BlackboxRecallLoss(PairLoss):
@@ -401,9 +389,7 @@ class BlackboxRecallLoss(PairLoss):
             the gradient is that of the official code's memory once it holds the scores of tau past batches.
         pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
             the mean over the positives of all queries together (the official code).
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list. Use this only for comparison with other code.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `lambda_` is not from 1e-12 to 1e12, `margin` is not from 0 to 100, `batch_memory` is negative,
@@ -436,12 +422,10 @@ class BlackboxRecallLoss(PairLoss):
         weighting: Weighting = "log",
         batch_memory: NotNegativeInt = 0,
         pair_mean: Literal["query", "all"] = "query",
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
         checked(self, pair_mean=pair_mean)
-        super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(pair_mean, **settings)
         self.lambda_ = checked(self, lambda_=lambda_)
         self.margin = checked(self, margin=margin)
         self.weighting = checked(self, weighting=weighting)

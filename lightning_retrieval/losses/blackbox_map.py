@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.arguments import Fraction, NotNegativeInt, Positive, checked, numbers, settings_repr
 from lightning_retrieval.checks import SMALLEST, check_finite
 from lightning_retrieval.invalid import InvalidValue, reported_as
-from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
-from lightning_retrieval.losses.lists import ScoreLists
-from lightning_retrieval.losses.positives import ScoreBlock
+from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, interpolated_ranks, sort_lists
+from lightning_retrieval.losses.score_block import ScoreBlock
+from lightning_retrieval.losses.scores import check_score_matrix
 
 
 def map_loss(
@@ -43,7 +43,7 @@ def map_loss(
     """
     leaf = scores.detach().requires_grad_()
     with torch.enable_grad():
-        query, rank, rank_among_positives = positive_ranks(leaf, lists, lambda_=lambda_, past=past)
+        query, rank, rank_among_positives = interpolated_ranks(leaf, lists, lambda_=lambda_, past=past)
         count = torch.bincount(query, minlength=len(scores))  # (query,): number of positives
         queries = (count > 0).sum().clamp(min=1)
         weight = 1 / (count * queries)[query].to(rank.dtype)  # (pos,)
@@ -180,7 +180,7 @@ class BlackboxMAPLoss(nn.Module):
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or their number of classes differs from the memory's."""
         with reported_as("BlackboxMAPLoss", relevant="targets"):
-            ScoreLists(scores, targets)  # validates shapes and types
+            check_score_matrix(scores, targets)
             check_finite("scores", scores)
         if not self.memory:
             return

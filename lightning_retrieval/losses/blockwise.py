@@ -1,15 +1,15 @@
-"""Evaluation of a loss in blocks of queries, so that no tensor grows with the square of a large batch.
+"""Evaluation of a formula in blocks of queries, so that no tensor grows with the square of a large batch.
 
 The scores of a group of blocks are computed by one large, and therefore fast, matrix product. The formula is then
 evaluated block by block, on tensors that fit into a CPU's caches. The gradient of a block overwrites its scores, so
 that a group needs no second matrix; one or two products then propagate the gradient to the embeddings.
 
-The weight of each query in the result is known before the first block. So the gradient of each block is computed
-immediately and its graph freed: memory is that of one group and one block, and nothing is computed twice. With
-`reduction="none"`, the weights are known only in the backward pass, which therefore computes each block again.
+The weight of each query in the mean is known before the first block. So the gradient of each block is computed
+immediately and its graph freed: memory is that of one group and one block, and nothing is computed twice. If each query
+gives a value of its own, its weight is known only in the backward pass, which therefore computes each block again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.distributed import size_for
-from lightning_retrieval.losses.lists import RankedLists
-from lightning_retrieval.losses.positives import ScoreBlock
+from lightning_retrieval.losses.score_block import ScoreBlock
+from lightning_retrieval.losses.scores import Scores
+
+Formula = Callable[[ScoreBlock], Tensor]
 
 # Number of elements of a formula's largest tensor in one block. The numbers affect results only by rounding. They
 # depend only on the type of the device, so that a run can be reproduced on another machine.
@@ -34,236 +36,184 @@ ACCELERATOR_GROUP_ELEMENTS = 1 << 26  # 256 MiB
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """Queries that are computed together.
+class ComputedQueries:
+    """The queries of a batch that have a value and are computed by this process.
 
     Args:
-        rows: indices of the queries.
-        counts: number of positives of each query, on the CPU.
+        scores: the scores of all queries.
+        masks: maps indices of queries to two masks: the relevant references, or their levels, and the candidates.
+        rows: indices of the computed queries, in ascending order.
+        counts: number of positives of each of them, on the CPU.
+        elements: number of elements of the formula's largest tensor, for each of them, on the CPU.
+        weights: the weight of each of them in the mean over all queries.
+        count: number of queries that have a value, whatever process computes them.
+        levels: the possible levels of relevance above 0.
     """
 
-    rows: Int[Tensor, " block"]
-    counts: Int[Tensor, " block"]
+    scores: Scores
+    masks: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rows: Int[Tensor, " computed"]
+    counts: Int[Tensor, " computed"]
+    elements: Int[Tensor, " computed"]
+    weights: Float[Tensor, " computed"]
+    count: int
+    levels: tuple[int, ...] = (1,)
 
-    def with_scores(self, lists: RankedLists, scores: Float[Tensor, "block gallery"]) -> ScoreBlock:
-        """The ranked lists of the block: these scores, with the masks of relevant references and of candidates."""
-        relevant, candidate = lists.masks(self.rows)
-        return ScoreBlock(scores, relevant, candidate, self.counts, lists.levels)
+    def mean(self, formula: Formula, parameters: Sequence[Tensor] = ()) -> Float[Tensor, ""]:
+        """The sum of weight x value, with a graph.
+
+        Args:
+            formula: maps a block of ranked lists to the value of each query.
+            parameters: parameters of the formula that get a gradient.
+        """
+        mean: Tensor = _Mean.apply(self, formula, parameters, *self.scores.given.values(), *parameters)
+        return mean
+
+    def values(self, formula: Formula, parameters: Sequence[Tensor] = ()) -> Float[Tensor, " computed"]:
+        """Weight x value of each query, with a graph; for the arguments, see `mean`."""
+        values: Tensor = _Values.apply(self, formula, parameters, *self.scores.given.values(), *parameters)
+        return values
+
+    def block(self, part: slice, scores: Float[Tensor, "block gallery"]) -> ScoreBlock:
+        """The ranked lists of some of the queries, with their scores."""
+        relevant, candidate = self.masks(self.rows[part])
+        return ScoreBlock(scores, relevant, candidate, self.counts[part], self.levels)
+
+    def groups(self) -> list[list[slice]]:
+        """The queries cut into blocks, which are as large as possible, and the blocks of each group.
+
+        A query that is too large for a block is a block by itself; a block that is too large for a group is a group.
+        """
+        device, ends = self.rows.device, self.elements.cumsum(0).numpy()
+        most = size_for(device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
+        most_of_group = size_for(device, cpu=GROUP_ELEMENTS, accelerator=ACCELERATOR_GROUP_ELEMENTS)
+        groups: list[list[slice]] = []
+        begin = before = 0  # the first query of a block, and the number of elements before it
+        while begin < len(ends):
+            end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
+            if not groups or (end - groups[-1][0].start) * self.scores.gallery > most_of_group:
+                groups.append([])
+            groups[-1].append(slice(begin, end))
+            begin, before = end, int(ends[end - 1])
+        return groups
 
 
-@dataclass(frozen=True, eq=False)
-class BlockGroup:
-    """Consecutive blocks whose scores are computed by one matrix product.
-
-    Args:
-        rows: the queries of all blocks.
-        blocks: the blocks.
-    """
-
-    rows: Int[Tensor, " group"]
-    blocks: tuple[Block, ...]
-
-    def split(self, scores: Float[Tensor, "group gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
-        """Each block with its scores, which are a view of the group's scores, without a graph."""
-        sizes = [len(block.rows) for block in self.blocks]
-        for block, of_block in zip(self.blocks, scores.split(sizes)):
-            yield block, of_block.detach()
-
-
-@dataclass(frozen=True, eq=False)
-class BlockPlan:
-    """The inputs of one call, before a formula is evaluated.
+def blockwise(
+    formula: Formula,
+    queries: ComputedQueries,
+    parameters: Sequence[Tensor] = (),
+    needed: Sequence[bool] = (),
+    upstream: Float[Tensor, " computed"] | None = None,
+) -> tuple[Float[Tensor, "computed ..."], list[Tensor | None]]:
+    """The value of each query and, if an input needs one, the gradient of weight x value x upstream, summed over them.
 
     Args:
         formula: maps a block of ranked lists to the value of each query.
-        lists: the ranked lists.
-        blocks: the queries that are computed, block by block.
-        weights: weight of each query in the mean.
-        count: number of queries in the mean, at least 1.
-        parameters: the parameters of the loss that need a gradient.
+        queries: the computed queries.
+        parameters: parameters of the formula.
+        needed: whether each input needs a gradient: those of the scores, then the parameters; empty if none does.
+        upstream: the incoming gradient of each weighted value; all 1 if None.
+
+    Returns:
+        The values, and the gradient of each input, None where none is needed.
     """
-
-    formula: Callable[[ScoreBlock], Tensor]
-    lists: RankedLists
-    blocks: tuple[Block, ...]
-    weights: Tensor
-    count: Tensor
-    parameters: tuple[Tensor, ...]
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that gradients are computed for: the tensors of the lists, then the parameters."""
-        return (*self.lists.tensors, *self.parameters)
-
-    def groups(self) -> Iterator[BlockGroup]:
-        """The blocks in groups of at most `GROUP_ELEMENTS` scores; a larger block is a group by itself."""
-        device = self.lists.device
-        most = size_for(device, cpu=GROUP_ELEMENTS, accelerator=ACCELERATOR_GROUP_ELEMENTS) // max(
-            1, self.lists.gallery
-        )
-        group: list[Block] = []
-        rows = 0
-        for block in self.blocks:
-            if group and rows + len(block.rows) > most:
-                yield _group_of(group)
-                group, rows = [], 0
-            group.append(block)
-            rows += len(block.rows)
-        if group:
-            yield _group_of(group)
+    scores = queries.scores
+    inputs = (*scores.given.values(), *parameters)
+    gradients = [torch.zeros_like(tensor) if is_needed else None for tensor, is_needed in zip(inputs, needed)]
+    of_scores, of_parameters = gradients[: len(scores.given)], gradients[len(scores.given) :]
+    totals = {parameter: total for parameter, total in zip(parameters, of_parameters) if total is not None}
+    if upstream is None:
+        upstream = torch.ones_like(queries.weights)
+    values = []
+    for blocks in queries.groups():
+        begin = blocks[0].start
+        rows = queries.rows[begin : blocks[-1].stop]
+        group = scores.of(rows)
+        for part in blocks:
+            block = queries.block(part, group[part.start - begin : part.stop - begin].detach())
+            if any(needed):
+                values.append(_replace_scores(formula, block, queries.weights[part], upstream[part], totals))
+            else:
+                values.append(formula(block))
+            del block  # freed before the next block is computed
+        if any(needed):
+            scores.add_gradient(rows, group, of_scores)
+        del group
+    if not values:
+        return torch.zeros_like(queries.weights), gradients
+    return torch.cat(values), gradients
 
 
-def cut_into_blocks(
-    rows: Int[Tensor, " query"], elements: Int[Tensor, " query"], counts: Int[Tensor, " query"]
-) -> tuple[Block, ...]:
-    """Cut rows into consecutive blocks that are as large as possible. A row that is too large is a block by itself.
+def _replace_scores(
+    formula: Formula,
+    block: ScoreBlock,
+    weights: Float[Tensor, " query"],
+    upstream: Float[Tensor, " query"],
+    totals: dict[Tensor, Tensor],
+) -> Float[Tensor, " query"]:
+    """The values of a block, whose scores are replaced by the gradient of weight x value x upstream.
+
+    A score affects the value of one query only, so the gradient of the scores is multiplied by `upstream` afterwards:
+    the gradient of a black-box loss is not linear in the gradient that it receives.
 
     Args:
-        rows: indices of queries.
-        elements: for each query, the number of elements of the formula's largest tensor, on the CPU.
-        counts: number of positives of each query, on the CPU.
+        formula: as for `blockwise`.
+        block: the lists of the block.
+        weights: the weights of these queries.
+        upstream: the incoming gradient of their weighted values.
+        totals: the gradient of each parameter that needs one, to which that of the block is added.
     """
-    most = size_for(rows.device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
-    ends = elements.cumsum(0).numpy()
-    sizes: list[int] = []
-    begin = before = 0  # the first row of a block, and the number of elements before it
-    while begin < len(ends):
-        end = max(begin + 1, int(np.searchsorted(ends, before + most, side="right")))
-        sizes.append(end - begin)
-        begin, before = end, int(ends[end - 1])
-    return tuple(map(Block, rows.split(sizes), counts.split(sizes)))
+    memory = block.scores.detach()
+    with torch.enable_grad():
+        block.scores.requires_grad_()
+        values = formula(block)
+    keep_graph = len(totals) > 0
+    (gradient,) = torch.autograd.grad(
+        values, block.scores, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
+    )
+    if totals:
+        of_block = torch.autograd.grad(
+            values, list(totals), weights * upstream, allow_unused=True, materialize_grads=True
+        )
+        for total, of_parameter in zip(totals.values(), of_block):
+            total += of_parameter
+    torch.mul(gradient, upstream[:, None], out=memory)
+    return values.detach()
 
 
-class _BlockGradients:
-    """The gradients of a plan's inputs, summed over the blocks."""
-
-    def __init__(self, plan: BlockPlan, needed: Sequence[bool]) -> None:
-        self.lists = plan.lists
-        self.all: list[Tensor | None] = []
-        for tensor, is_needed in zip(plan.inputs, needed):
-            self.all.append(torch.zeros_like(tensor) if is_needed else None)
-        of_lists = len(plan.lists.tensors)
-        self.of_scores = any(needed[:of_lists])
-        self.parameters: list[Tensor] = []
-        self.of_parameters: list[Tensor] = []
-        for parameter, gradient in zip(plan.parameters, self.all[of_lists:]):
-            if gradient is not None:
-                self.parameters.append(parameter)
-                self.of_parameters.append(gradient)
-
-    @property
-    def needed(self) -> bool:
-        return self.of_scores or len(self.parameters) > 0
-
-    def replace_scores(self, scores: Tensor, values: Tensor, upstream: Tensor | None = None) -> None:
-        """Replace the scores of one block by their gradient, and add the gradient of the parameters.
-
-        Args:
-            scores: the scores that `values` was computed from.
-            values: the weighted value of each query, with a graph.
-            upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
-                the gradient of the scores is multiplied by `upstream` afterwards. The parameters affect all values, so
-                for the gradient of the parameters, the values are multiplied by `upstream` before they are summed.
-        """
-        gradient = None
-        if self.of_scores:
-            ones, keep_graph = torch.ones_like(values), len(self.parameters) > 0
-            (gradient,) = torch.autograd.grad(values, scores, ones, retain_graph=keep_graph, allow_unused=True)
-        if self.parameters:
-            self._add_to_parameters(values, upstream)
-        memory = scores.detach()
-        if gradient is None:
-            memory.zero_()
-        elif upstream is None:
-            memory.copy_(gradient)
-        else:
-            torch.mul(gradient, upstream[:, None], out=memory)
-
-    def add_group(self, rows: Tensor, gradient: Tensor) -> None:
-        """Propagate the gradient of a group's scores to the tensors of the lists. `gradient` may be overwritten."""
-        if self.of_scores:
-            self.lists.add_gradient(rows, gradient, self.all)
-
-    def _add_to_parameters(self, values: Tensor, upstream: Tensor | None) -> None:
-        if upstream is None:
-            upstream = torch.ones_like(values)
-        gradients = torch.autograd.grad(values, self.parameters, upstream, allow_unused=True)
-        for total, gradient in zip(self.of_parameters, gradients):
-            if gradient is not None:
-                total += gradient
-
-
-class WeightedMean(torch.autograd.Function):
-    """The sum over queries of weight x value. The gradient is computed in the forward pass, block by block."""
+class _Mean(torch.autograd.Function):
+    """The sum of weight x value. The gradient is computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:
-        gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
-        total = torch.zeros((), dtype=plan.lists.dtype, device=plan.lists.device)
-        for group in plan.groups():
-            all_scores = plan.lists.scores(group.rows)
-            for block, scores in group.split(all_scores):
-                score_block = block.with_scores(plan.lists, scores.requires_grad_(gradients.needed))
-                with torch.set_grad_enabled(gradients.needed):
-                    values = plan.weights[block.rows] * plan.formula(score_block)
-                total += values.detach().sum()
-                if gradients.needed:
-                    gradients.replace_scores(scores, values)
-                del score_block, values  # freed before the next block is computed
-            gradients.add_group(group.rows, all_scores)
-            del all_scores, scores
-        ctx.save_for_backward(*gradients.all)
-        return total
+    def forward(
+        ctx: Any, queries: ComputedQueries, formula: Formula, parameters: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
+        values, gradients = blockwise(formula, queries, parameters, ctx.needs_input_grad[3:])
+        ctx.save_for_backward(*gradients)
+        return (queries.weights * values).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[_scaled(gradient, grad) for gradient in ctx.saved_tensors]
+        gradients = [None if gradient is None else grad * gradient for gradient in ctx.saved_tensors]
+        return None, None, None, *gradients
 
 
-class QueryValues(torch.autograd.Function):
-    """The value of each query times its weight relative to the mean; NaN for queries that are not computed.
-
-    Each block is computed again in the backward pass, where its gradient is known.
-    """
+class _Values(torch.autograd.Function):
+    """Weight x value of each query. Each block is computed again in the backward pass, where its gradient is known."""
 
     @staticmethod
-    def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:
-        ctx.plan = plan
+    def forward(
+        ctx: Any, queries: ComputedQueries, formula: Formula, parameters: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
+        ctx.queries, ctx.formula, ctx.parameters = queries, formula, parameters
         ctx.save_for_backward(*inputs)
-        values = torch.full_like(plan.weights, torch.nan)
-        for group in plan.groups():
-            for block, scores in group.split(plan.lists.scores(group.rows)):
-                losses = plan.formula(block.with_scores(plan.lists, scores))
-                values[block.rows] = plan.count * plan.weights[block.rows] * losses
-        return values
+        return queries.weights * blockwise(formula, queries)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan: BlockPlan = ctx.plan
         _ = ctx.saved_tensors  # raises if an input was changed in place since the forward pass
-        gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
-        upstream = plan.count * grad
-        with torch.autocast(plan.lists.device.type, enabled=False):
-            for group in plan.groups():
-                all_scores = plan.lists.scores(group.rows)
-                for block, scores in group.split(all_scores):
-                    score_block = block.with_scores(plan.lists, scores.requires_grad_())
-                    with torch.enable_grad():
-                        values = plan.weights[block.rows] * plan.formula(score_block)
-                    gradients.replace_scores(scores, values, upstream[block.rows])
-                    del score_block, values  # freed before the next block is computed
-                gradients.add_group(group.rows, all_scores)
-                del all_scores, scores
-        return None, *gradients.all
-
-
-def _group_of(blocks: list[Block]) -> BlockGroup:
-    return BlockGroup(torch.cat([block.rows for block in blocks]), tuple(blocks))
-
-
-def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    if gradient is None:
-        return None
-    return factor * gradient
+        with torch.autocast(grad.device.type, enabled=False):
+            _, gradients = blockwise(ctx.formula, ctx.queries, ctx.parameters, ctx.needs_input_grad[3:], grad)
+        return None, None, None, *gradients

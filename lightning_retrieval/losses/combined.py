@@ -1,7 +1,7 @@
 """Sums of several losses (`WeightedSum`), or of one loss over several prefixes of the embeddings (`NestedLoss`).
 
-The weights of a `WeightedSum` may change during training: `Before`, `After` and `Ramp` give a weight as a function of
-the fraction of the training steps that are done.
+The weights of a `WeightedSum` may change during training: a `Schedule` gives a weight as a function of the fraction of
+the training steps that are done.
 
 Nested embeddings (Kusupati et al., "Matryoshka Representation Learning", NeurIPS 2022):
 
@@ -11,22 +11,20 @@ z_1:m are the first m dimensions of an embedding, normalised again; M is `dims` 
 paper. The first dimensions then work as an embedding by themselves, so one model serves several dimensions.
 """
 
-from abc import ABC, abstractmethod
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.arguments import Fraction, NotNegative, Number, checked
-from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
+from lightning_retrieval.arguments import checked, settings_repr
+from lightning_retrieval.checks import LARGEST, SMALLEST, check_finite_number, short_repr
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
 from lightning_retrieval.ranking.labels import check_dims, check_dims_fit
-from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.rows import normalize
 
 
@@ -98,10 +96,9 @@ class NestedLoss(BatchLoss):
         """Class names of the terms that cannot rank references."""
         return self.part.terms_without_references
 
-    def of_batch(self, batch: RankedBatch) -> Tensor:
+    def compute(self, batch: RankedBatch) -> Tensor:
         """The weighted sum over `dims`."""
         with owned_by(type(self).__name__):
-            check_batch(batch)
             check_dims_fit(self.dims, batch.embeddings)
         # The largest of `dims` comes first: only the first call checks that embeddings are finite.
         values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
@@ -111,14 +108,9 @@ class NestedLoss(BatchLoss):
         weighted = [weight * value for weight, value in zip(weights, values)]
         return torch.stack(weighted).sum(0)
 
-    def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raise a TypeError, because a score matrix has no embeddings to shorten."""
-        rule = "a nested loss cannot be computed from a score matrix, which has no dimensions"
-        raise InvalidType(rule, type(self).__name__, cure="call it with embeddings and labels")
-
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
         """The batch with each number of dimensions, in descending order."""
-        lists = Lists(batch.lists.queries, batch.lists.references, batch.lists.rule)
+        lists = batch.lists.counted_anew()
         for dim in reversed(self.dims):
             ref_emb = batch.ref_emb
             if ref_emb is not None:
@@ -134,160 +126,63 @@ def _checked_weights(weights: Sequence[float], dims: tuple[int, ...]) -> tuple[f
     return tuple(check_finite_number("weights", weight) for weight in weights)
 
 
-class Schedule(ABC):
-    """A weight that depends on the fraction of the training steps that are done: `Before`, `After` or `Ramp`."""
-
-    @abstractmethod
-    def __call__(self, fraction: float) -> float:
-        """The weight at a fraction of the training, from 0 (the first step) to 1."""
-
-    @property
-    @abstractmethod
-    def changes(self) -> tuple[float, ...]:
-        """The fractions, besides 0, from which on the weight may be 0."""
-
-    def init_args(self) -> dict[str, Any]:
-        """The constructor arguments, for checkpoints."""
-        return dict(vars(self))
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.init_args().items())
-        return f"{type(self).__name__}({settings})"
-
-
-class Before(Schedule):
-    """A weight that is 0 from a fraction of the training on.
+class Schedule:
+    """A weight that depends on the fraction of the training steps that are done.
 
     Args:
-        end: fraction of the training steps, from 0 to 1.
-        value: the weight before `end`.
+        points: pairs of a fraction, from 0 to 1 and in ascending order, and the weight at this fraction. The weight
+            before the first point is that of the first, and after the last point that of the last.
+        between: the weight between two points: `"steps"`, that of the earlier one; `"linear"`, which changes by the
+            same number in each step; or `"geometric"`, which changes by the same factor; all weights must then be > 0.
 
     Raises:
-        ValueError: if `end` is not from 0 to 1, or `value` is not from -1e12 to 1e12.
-        TypeError: if an argument is not a number.
+        ValueError: if there is no point, a fraction is not from 0 to 1 or does not ascend, a weight is not from -1e12
+            to 1e12, or not > 0 with `"geometric"`, or `between` is unknown.
+        TypeError: if a fraction or a weight is not a number.
 
     Example:
-        >>> from lightning_retrieval.losses import Before
-        >>> weight = Before(0.2)
-        >>> weight(0.0), weight(0.2), weight(1.0)
-        (1.0, 0.0, 0.0)
-
-    Relations:
-        `After` is the complement. `WeightedSum` has the example of a training.
-    """
-
-    def __init__(self, end: Fraction, value: Number = 1.0) -> None:
-        self.end = checked(self, end=end)
-        self.value = checked(self, value=value)
-
-    def __call__(self, fraction: float) -> float:
-        """The weight at a fraction of the training."""
-        if fraction < self.end:
-            return self.value
-        return 0.0
-
-    @property
-    def changes(self) -> tuple[float, ...]:
-        """The fractions, besides 0, from which on the weight may be 0."""
-        return (self.end,)
-
-
-class After(Schedule):
-    """A weight that is 0 until a fraction of the training.
-
-    Args:
-        start: fraction of the training steps, from 0 to 1.
-        value: the weight from `start` on.
-
-    Raises:
-        ValueError: if `start` is not from 0 to 1, or `value` is not from -1e12 to 1e12.
-        TypeError: if an argument is not a number.
-
-    Example:
-        >>> from lightning_retrieval.losses import After
-        >>> weight = After(0.2)
-        >>> weight(0.0), weight(0.2), weight(1.0)
-        (0.0, 1.0, 1.0)
-
-    Relations:
-        `Before` is the complement. `WeightedSum` has the example of a training.
-    """
-
-    def __init__(self, start: Fraction, value: Number = 1.0) -> None:
-        self.start = checked(self, start=start)
-        self.value = checked(self, value=value)
-
-    def __call__(self, fraction: float) -> float:
-        """The weight at a fraction of the training."""
-        if fraction < self.start:
-            return 0.0
-        return self.value
-
-    @property
-    def changes(self) -> tuple[float, ...]:
-        """The fractions, besides 0, from which on the weight may be 0."""
-        return ()
-
-
-class Ramp(Schedule):
-    """A weight that changes gradually from one value to another.
-
-    Args:
-        first: the weight until `start`, >= 0.
-        last: the weight from `end` on, >= 0.
-        start: fraction of the training steps at which the weight begins to change, from 0 to 1.
-        end: fraction of the training steps at which the weight reaches `last`, above `start`, at most 1.
-        geometric: multiply the weight by the same factor in each step, instead of adding the same number; `first` and
-            `last` must then be > 0.
-
-    Raises:
-        ValueError: if a number is out of its range, or `start` is not below `end`.
-        TypeError: if a number has the wrong type.
-
-    Example:
-        >>> from lightning_retrieval.losses import Ramp
-        >>> linear, geometric = Ramp(1.0, 0.01, end=0.5), Ramp(1.0, 0.01, end=0.5, geometric=True)
-        >>> [round(linear(fraction), 4) for fraction in (0.0, 0.25, 1.0)]
-        [1.0, 0.505, 0.01]
-        >>> [round(geometric(fraction), 4) for fraction in (0.0, 0.25, 1.0)]
+        >>> from lightning_retrieval.losses import Schedule
+        >>> at_first, later = Schedule([(0, 1), (0.2, 0)]), Schedule([(0, 0), (0.2, 1)])
+        >>> [(at_first(fraction), later(fraction)) for fraction in (0.0, 0.2, 1.0)]
+        [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]
+        >>> falling = Schedule([(0, 1), (0.5, 0.01)], between="geometric")
+        >>> [round(falling(fraction), 4) for fraction in (0.0, 0.25, 1.0)]
         [1.0, 0.1, 0.01]
 
     Relations:
-        `Before` and `After` change the weight between two steps.
+        `WeightedSum` has the example of a training.
     """
 
     def __init__(
-        self,
-        first: NotNegative,
-        last: NotNegative,
-        *,
-        start: Fraction = 0.0,
-        end: Fraction = 1.0,
-        geometric: bool = False,
+        self, points: Sequence[tuple[float, float]], between: Literal["steps", "linear", "geometric"] = "steps"
     ) -> None:
-        self.geometric = geometric
-        self.first = checked(self, first=first)
-        self.last = checked(self, last=last)
-        if geometric:
-            check_positive("first", first, owner="Ramp")
-            check_positive("last", last, owner="Ramp")
-        self.start = checked(self, start=start)
-        self.end = checked(self, end=end)
-        if self.start >= self.end:
-            raise InvalidValue("must be below `end`", "Ramp", "start", got=f"{self.start} and {self.end}")
+        with owned_by("Schedule"):
+            self.between = checked(self, between=between)
+            least = SMALLEST if between == "geometric" else -LARGEST
+            checked_points = []
+            for fraction, weight in points:
+                fraction = check_finite_number("points", fraction, least=0, most=1)
+                weight = check_finite_number("points", weight, least=least)
+                checked_points.append((float(fraction), float(weight)))
+            self.points = tuple(checked_points)
+            fractions = [fraction for fraction, _ in self.points]
+            if not fractions or fractions != sorted(set(fractions)):
+                raise InvalidValue("must have fractions in ascending order", argument="points", got=short_repr(points))
 
     def __call__(self, fraction: float) -> float:
-        """The weight at a fraction of the training."""
-        progress = (fraction - self.start) / (self.end - self.start)
-        progress = min(max(progress, 0.0), 1.0)
-        if self.geometric:
-            return float(self.first ** (1 - progress) * self.last**progress)
-        return (1 - progress) * self.first + progress * self.last
+        """The weight at a fraction of the training, from 0 (the first step) to 1."""
+        number = bisect.bisect_right([of_point for of_point, _ in self.points], fraction)
+        begin, first = self.points[max(number - 1, 0)]
+        end, last = self.points[min(number, len(self.points) - 1)]
+        if self.between == "steps" or begin == end:
+            return first
+        progress = (fraction - begin) / (end - begin)
+        if self.between == "geometric":
+            return float(first ** (1 - progress) * last**progress)
+        return (1 - progress) * first + progress * last
 
-    @property
-    def changes(self) -> tuple[float, ...]:
-        """The fractions, besides 0, from which on the weight may be 0."""
-        return (self.end,)
+    def __repr__(self) -> str:
+        return f"Schedule({settings_repr(self)})"
 
 
 class WeightedSum(BatchLoss):
@@ -296,12 +191,13 @@ class WeightedSum(BatchLoss):
     Args:
         losses: name, weight and loss of each term: `{"ap": (1.0, SmoothAPLoss()), "calibration": (0.5, ...)}`. Losses
             of this library get all arguments; third-party losses get embeddings, labels and, if they can rank them, the
-            references. A weight is a number, or `Before`, `After` or `Ramp`. A term of weight 0 is not computed.
+            references. A weight is a number or a `Schedule`. A term of weight 0 is not computed.
 
     Raises:
-        ValueError: if there is no term, a weight is not from -1e12 to 1e12, all weights are 0 at a fraction of the
-            training, or a name is empty, has a dot, or is an attribute of a torch module, such as "type".
-        TypeError: if `losses` is not a mapping, or a weight is neither a number nor a schedule.
+        ValueError: if there is no term, a weight is not from -1e12 to 1e12, or all weights are 0 at a fraction of the
+            training.
+        TypeError: if a term is not a pair, or its weight is neither a number nor a schedule.
+        KeyError: if a name is none that a submodule may have.
 
     Example:
         >>> import torch
@@ -315,8 +211,9 @@ class WeightedSum(BatchLoss):
         Train the first 20 % of the steps with a loss of pairs, and the others with log rank:
 
         >>> from pytorch_metric_learning.losses import MultiSimilarityLoss
-        >>> from lightning_retrieval.losses import After, Before, LogRankLoss
-        >>> loss = WeightedSum({"pairs": (Before(0.2), MultiSimilarityLoss()), "ap": (After(0.2), LogRankLoss())})
+        >>> from lightning_retrieval.losses import LogRankLoss, Schedule
+        >>> at_first, later = Schedule([(0, 1), (0.2, 0)]), Schedule([(0, 0), (0.2, 1)])
+        >>> loss = WeightedSum({"pairs": (at_first, MultiSimilarityLoss()), "ap": (later, LogRankLoss())})
         >>> loss.weights_at(0.1)
         {'pairs': 1.0, 'ap': 0.0}
 
@@ -332,19 +229,15 @@ class WeightedSum(BatchLoss):
     def __init__(self, losses: Mapping[str, tuple[float | Schedule, nn.Module]]) -> None:
         super().__init__()
         with owned_by(type(self).__name__):
-            if not isinstance(losses, Mapping):
-                raise InvalidType(
-                    "must map a name to (weight, loss)",
-                    argument="losses",
-                    got=type(losses).__name__,
-                    cure='pass {"ap": (1.0, SmoothAPLoss()), ...}',
-                )
             if not losses:
                 raise InvalidValue("must hold at least one term", argument="losses", got=short_repr(losses))
             self.weights: dict[str, float | Schedule] = {}
             self.parts = nn.ModuleDict()
-            for name, term in losses.items():
-                _check_term(name, term)
+            given: Mapping[str, Any] = losses
+            for name, term in given.items():
+                if not (isinstance(term, (tuple, list)) and len(term) == 2):
+                    rule = "must map a name to (weight, loss)"
+                    raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")
                 weight, loss = term
                 if not isinstance(weight, Schedule):
                     weight = check_finite_number(f"losses[{name!r}]", weight)
@@ -390,7 +283,7 @@ class WeightedSum(BatchLoss):
             names += part.terms_without_references
         return names
 
-    def of_batch(self, batch: RankedBatch) -> Tensor:
+    def compute(self, batch: RankedBatch) -> Tensor:
         """The weighted sum."""
         weights = self.weights_at(batch.fraction)
         values = {name: part.of_batch(batch) for name, part in self._computed(weights)}
@@ -424,28 +317,13 @@ class WeightedSum(BatchLoss):
         return torch.stack(weighted).sum(0)
 
     def _check_weights(self) -> None:
-        """Raise if all weights are 0 at some fraction of the training: at the first step, or where a schedule ends."""
+        """Raise if all weights are 0 at the first step, or at a point of a schedule."""
         fractions = {0.0}
         for weight in self.weights.values():
             if isinstance(weight, Schedule):
-                fractions.update(weight.changes)
+                fractions.update(fraction for fraction, _ in weight.points)
         for fraction in sorted(fractions):
             if not any(self.weights_at(fraction).values()):
                 rule = "must have a weight other than 0 at each step"
                 got = f"{short_repr(self.weights)}, which are all 0 at the fraction {fraction:g} of the training"
-                cure = "let one weight start where another ends, such as Before(0.2) and After(0.2)"
-                raise InvalidValue(rule, argument="losses", got=got, cure=cure)
-
-
-def _check_term(name: str, term: Any) -> None:
-    if not isinstance(name, str) or name == "" or "." in name:
-        raise InvalidValue(
-            "must have names that are not empty and have no dot", argument="losses", got=short_repr(name)
-        )
-    if hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
-        rule = "must not have the names of attributes of a torch module"
-        cure = f"give the term another name, such as '{name}_loss'"
-        raise InvalidValue(rule, argument="losses", got=repr(name), cure=cure)
-    if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
-        rule = "must map a name to (weight, loss)"
-        raise InvalidType(rule, argument="losses", got=f"{short_repr(term)} for {short_repr(name)}")
+                raise InvalidValue(rule, argument="losses", got=got, cure="let one weight start where another ends")

@@ -19,7 +19,7 @@ relevant item is skipped. `hrank_slopes` is the official code's optional gradien
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -27,11 +27,10 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
 from lightning_retrieval.checks import check_finite_number, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
-from lightning_retrieval.losses.base import Reduction
-from lightning_retrieval.losses.positives import ScoreBlock, at, constants
+from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.losses.base import LossSettings
 from lightning_retrieval.losses.roadmap import UpperStepLoss
-from lightning_retrieval.losses.soft_ranks import Step, count_above
+from lightning_retrieval.losses.score_block import ScoreBlock, Step, at, constants, count_above
 
 
 def hap(
@@ -139,9 +138,7 @@ class HAPLoss(UpperStepLoss):
         hrank_slopes: None, or (beta, gamma, leak). If given, items that share more levels with the query are counted in
             H-rank by min(beta t + gamma, 1) for t above 0 and leak t below. The official configuration HAPPIER_5_SOP
             has (25, 0.5, 10).
-        reduction: `"mean"` or `"sum"` over the queries that have a relevant item, or `"none"`: one value per query.
-        class_balanced: give every class (of the finest level) of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `alpha`, `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to
@@ -176,12 +173,9 @@ class HAPLoss(UpperStepLoss):
         offset: NotNegative | None = None,
         start: NotNegative = 0.5,
         hrank_slopes: Sequence[float] | None = None,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
-        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
+        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, **settings)
         self.alpha = checked(self, alpha=alpha)
         with owned_by(self.name):
             self.hrank_slopes = _check_slopes(hrank_slopes)
@@ -194,8 +188,6 @@ def _check_slopes(slopes: Sequence[float] | None) -> tuple[float, ...] | None:
     """Return the slopes as a tuple of three finite numbers, or None."""
     if slopes is None:
         return None
-    if not isinstance(slopes, Sequence) or isinstance(slopes, (str, bytes)):
-        raise InvalidType("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     if len(slopes) != 3:
         raise InvalidValue("must be (beta, gamma, leak) or None", argument="hrank_slopes", got=short_repr(slopes))
     return tuple(check_finite_number("hrank_slopes", slope) for slope in slopes)

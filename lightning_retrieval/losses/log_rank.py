@@ -35,15 +35,15 @@ Therefore Smooth-AP hardly moves a positive that is ranked far down.
 """
 
 import math
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegative, Positive, checked
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.soft_ranks import count_above
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
+from lightning_retrieval.losses.score_block import ScoreBlock, at, count_above
 
 HALVINGS = 5  # number of times that factors are multiplied in pairs; a product then has 32 factors
 
@@ -64,8 +64,7 @@ def log_rank(block: ScoreBlock, *, tau: float, lambda_: float, negative_weight: 
     step = softplus_step if negative_weight <= 1 else softplus_step_far_below
     rn_i = count_above(s_negative, query, s_i / tau, step) / math.log(2)  # (pos,)
     l_i = (negative_weight * rn_i).log1p() + lambda_ * (1 - s_i)  # (pos,)
-    sum_of_l = torch.zeros_like(s_negative[:, 0]).index_add(0, query, l_i)  # (query,)
-    return sum_of_l / block.positives.of_each_query()
+    return positives.mean(l_i)
 
 
 def softplus_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
@@ -107,9 +106,7 @@ class LogRankLoss(RetrievalLoss):
         negative_weight: c, how often each negative of the batch counts in the rank of a positive, > 0. Below 1, the
             loss is no bound. In the study (docs/study/candidates.md), 10 was better than 1 on photographs, and neither
             was better on the other tasks.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as its own positive. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `tau` or `negative_weight` is not from 1e-12 to 1e12, `lambda_` is not from 0 to 1e12, or
@@ -144,11 +141,9 @@ class LogRankLoss(RetrievalLoss):
         *,
         lambda_: NotNegative = 1.0,
         negative_weight: Positive = 1.0,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.tau = checked(self, tau=tau)
         self.lambda_ = checked(self, lambda_=lambda_)
         self.negative_weight = checked(self, negative_weight=negative_weight)

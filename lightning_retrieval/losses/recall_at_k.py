@@ -11,7 +11,7 @@ own list. The official code includes it, though not as a positive, so the best p
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -20,9 +20,8 @@ from torch import Tensor
 from lightning_retrieval.arguments import Positive, PositiveInts, checked
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.invalid import InvalidValue, owned_by
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import ScoreBlock, at, constants
-from lightning_retrieval.losses.soft_ranks import soft_ranks
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
+from lightning_retrieval.losses.score_block import ScoreBlock, at, constants, soft_ranks
 
 
 def recall_at_k(
@@ -45,7 +44,7 @@ def recall_at_k(
     tau_1 = constants(tau_k, s)  # (k,), or () for one temperature
     within_k = torch.sigmoid((k - r_x[:, None]) / tau_1)  # (pos, k)
     found = s.new_zeros(len(s), len(k)).index_add(0, query, within_k).minimum(k)  # (query, k)
-    possible = torch.minimum(k, positives.of_each_query()[:, None])  # (query, k)
+    possible = torch.minimum(k, positives.of_each_query[:, None])  # (query, k)
     return 1 - (found / possible).mean(1)
 
 
@@ -56,9 +55,7 @@ class RecallAtKLoss(RetrievalLoss):
         ks: the values of k, each >= 1; values above the number of ranked rows are reduced to this number.
         tau_rank: temperature of the sigmoids whose sum is a rank, > 0.
         tau_k: temperature of the sigmoid that compares a rank with k, > 0; one number, or one for each k.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query itself too, as the official code does. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `ks` is empty or holds a number below 1, a temperature is not from 1e-12 to 1e12, or `tau_k` is a
@@ -88,11 +85,9 @@ class RecallAtKLoss(RetrievalLoss):
         *,
         tau_rank: Positive = 0.01,
         tau_k: float | Sequence[float] = 1.0,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.ks = checked(self, ks=ks)
         self.tau_rank = checked(self, tau_rank=tau_rank)
         with owned_by(self.name):
@@ -107,8 +102,7 @@ class RecallAtKLoss(RetrievalLoss):
 
 def _check_tau_k(tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as a float, several as a tuple; raise unless there are 1 or `number` of them."""
-    are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
-    if not are_several:
+    if not isinstance(tau_k, Sequence):
         return check_positive("tau_k", tau_k)
     temperatures = tuple(check_positive("tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:

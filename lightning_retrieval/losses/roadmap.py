@@ -31,22 +31,19 @@ changes the weight of the calibration by a factor of up to 8.
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_retrieval.arguments import Fraction, NotNegative, Number, Positive, checked, settings_repr
-from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.batch_loss import QueryRange
-from lightning_retrieval.losses.blockwise import Block
+from lightning_retrieval.invalid import InvalidValue, reported_as
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
+from lightning_retrieval.losses.blockwise import ComputedQueries, Formula, blockwise
 from lightning_retrieval.losses.combined import WeightedSum
-from lightning_retrieval.losses.lists import RankedLists
-from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.soft_ranks import Step, count_above
+from lightning_retrieval.losses.score_block import ScoreBlock, Step, at, count_above
+from lightning_retrieval.ranking.lists import QueryRange
 
 
 def sup_ap(block: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
@@ -65,11 +62,10 @@ def sup_ap(block: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
 
     s_positive = positives.in_columns(s_i.detach())  # (query, most)
     below = torch.searchsorted(s_positive.sort(1).values, s_positive)  # (query, most)
-    rank_among_positives = positives.most - below[query, positives.column()]  # (pos,): items at least as high as i
+    rank_among_positives = positives.most - below[query, positives.column]  # (pos,): items at least as high as i
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
-    sum_of_precisions = torch.zeros_like(block.scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / block.positives.of_each_query()
+    return 1 - positives.mean(precision)
 
 
 def count_upper(
@@ -107,7 +103,7 @@ class UpperStepLoss(RetrievalLoss):
         delta: Positive,
         offset: NotNegative | None,
         start: NotNegative,
-        **settings: Any,
+        **settings: Unpack[LossSettings],
     ) -> None:
         super().__init__(**settings)
         self.tau = checked(self, tau=tau)
@@ -137,9 +133,7 @@ class SupAPLoss(UpperStepLoss):
         offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
         start: constant added to the sigmoid above 0, >= 0. The function is an upper bound of the step function if
             `start` is at least 0.5.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to 1e12, or
@@ -171,12 +165,9 @@ class SupAPLoss(UpperStepLoss):
         delta: Positive = 0.05,
         offset: NotNegative | None = None,
         start: NotNegative = 0.5,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
-        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
+        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, **settings)
 
     def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:
         return sup_ap(block, self.h_minus)
@@ -189,20 +180,19 @@ class PairLoss(RetrievalLoss):
         pair_mean: `"query"` takes the mean over the pairs of each query, then the mean over the queries. Any other
             name, which a subclass defines, takes one mean over the pairs of all queries, including the queries without
             a positive.
-        reduction: as in `RetrievalLoss`; only `"mean"` unless `pair_mean` is `"query"`.
-        class_balanced: as in `RetrievalLoss`; only False unless `pair_mean` is `"query"`.
-        include_self: as in `RetrievalLoss`.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`. Unless `pair_mean` is
+            `"query"`, `reduction` must be `"mean"` and `class_balanced` False.
 
     Raises:
         ValueError: if `pair_mean` is not `"query"`, but `reduction` or `class_balanced` needs a value per query.
     """
 
-    def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+    def __init__(self, pair_mean: str, **settings: Unpack[LossSettings]) -> None:
+        super().__init__(**settings)
         self.pair_mean = pair_mean
-        if pair_mean != "query" and (reduction != "mean" or class_balanced):
+        if pair_mean != "query" and (self.reduction != "mean" or self.class_balanced):
             rule = f"{pair_mean!r} is a mean over the pairs of all queries, which gives no value per query"
-            got = f"reduction={reduction!r}, class_balanced={class_balanced}"
+            got = f"reduction={self.reduction!r}, class_balanced={self.class_balanced}"
             raise InvalidValue(rule, self.name, "pair_mean", got=got, cure="set pair_mean='query'")
 
     @abstractmethod
@@ -232,28 +222,27 @@ class PairLoss(RetrievalLoss):
             return positives > 0
         return torch.ones_like(positives, dtype=torch.bool)
 
-    def _formula(
-        self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
-    ) -> Callable[[ScoreBlock], Tensor]:
+    def _formula(self, computed: ComputedQueries, queries: QueryRange | None) -> Formula:
         if self.pair_mean == "query":
             return self.query_losses
-        total = self._count_pairs(lists, blocks)
+        total = self._count_pairs(computed)
         if queries is not None:
             total = queries.total(total)
-        pairs_per_query = total.clamp(min=1) / len(lists.tensors[0])
+        pairs_per_query = total.clamp(min=1) / computed.count
         return functools.partial(self.query_losses, pairs_per_query=pairs_per_query)
 
     @torch.no_grad()
-    def _count_pairs(self, lists: RankedLists, blocks: tuple[Block, ...]) -> Float[Tensor, " term"]:
-        """Number of pairs of each term over all blocks; 0 for each term if this process computes no query."""
-        if not blocks:
-            nothing = torch.arange(0)
-            blocks = (Block(nothing.to(lists.device), nothing),)
-        counts = []
-        for block in blocks:
-            _, pairs = self.pair_sums(block.with_scores(lists, lists.scores(block.rows)))
-            counts.append(pairs.sum(0))
-        return torch.stack(counts).sum(0)
+    def _count_pairs(self, computed: ComputedQueries) -> Float[Tensor, " term"]:
+        """Number of pairs of each term over the computed queries; 0 for each term if there is none."""
+
+        def pairs(block: ScoreBlock) -> Tensor:
+            return self.pair_sums(block)[1]
+
+        if len(computed.rows) > 0:
+            counts, _ = blockwise(pairs, computed)
+        else:
+            counts = pairs(computed.block(slice(0, 0), computed.scores.of(computed.rows)))
+        return counts.sum(0)
 
 
 def calibration_sums(
@@ -286,10 +275,7 @@ class CalibrationLoss(PairLoss):
         beta: similarity that negatives should stay below.
         pair_mean: the pairs that the two means run over: `"query"`, the pairs of each query; `"all"`, all pairs of the
             batch; `"nonzero"`, the pairs of the batch that violate their bound.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does with a memory. Use this only for
-            comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `alpha` or `beta` is not from -1e12 to 1e12, or `pair_mean` or `reduction` is unknown; if
@@ -313,12 +299,10 @@ class CalibrationLoss(PairLoss):
         beta: Number = 0.6,
         *,
         pair_mean: Literal["query", "all", "nonzero"] = "query",
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
         checked(self, pair_mean=pair_mean)
-        super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(pair_mean, **settings)
         self.alpha = checked(self, alpha=alpha)
         self.beta = checked(self, beta=beta)
 
@@ -327,22 +311,15 @@ class CalibrationLoss(PairLoss):
         return calibration_sums(block, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero)
 
 
-_DEFAULTS = {"reduction": "mean", "class_balanced": False, "include_self": False}
-
-
 class ROADMAPLoss(WeightedSum):
     """(1 - lambda) SupAP + lambda calibration.
 
     Args:
         lambda_: weight of the calibration, from 0 to 1.
-        sup_ap: the first term; `SupAPLoss` with the settings below if None.
-        calibration: the second term; `CalibrationLoss` with the settings below if None.
-        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value per query).
-        class_balanced: give each class of the batch the same weight.
-        include_self: rank the query in its own list. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self` of both terms, as in `RetrievalLoss`.
 
     Raises:
-        ValueError: if `lambda_` is not from 0 to 1, or a setting is given although both terms are given.
+        ValueError: if `lambda_` is not from 0 to 1, or `reduction` is unknown.
         TypeError: if `lambda_` is not a number.
 
     Example:
@@ -353,49 +330,18 @@ class ROADMAPLoss(WeightedSum):
         0.3265
 
     Relations:
-        `ROADMAPLoss.official()` has the settings of the official configuration.
+        A `WeightedSum` of `SupAPLoss` and `CalibrationLoss` has other settings of the terms, such as
+        `ROADMAPLoss.official()`, which has those of the official configuration.
     """
 
-    def __init__(
-        self,
-        lambda_: Fraction = 0.5,
-        sup_ap: SupAPLoss | None = None,
-        calibration: CalibrationLoss | None = None,
-        *,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
-    ) -> None:
+    def __init__(self, lambda_: Fraction = 0.5, **settings: Unpack[LossSettings]) -> None:
         lambda_ = checked(self, lambda_=lambda_)
-        checked(self, reduction=reduction)
-        settings: dict[str, Any] = {
-            "reduction": reduction,
-            "class_balanced": class_balanced,
-            "include_self": include_self,
-        }
-        both_given = sup_ap is not None and calibration is not None
-        if both_given and settings != _DEFAULTS:
-            rule = "if both terms are given, the settings must be given to them and not here"
-            raise InvalidValue(rule, "ROADMAPLoss", got=settings, cure="pass them to `sup_ap` and `calibration`")
-        given = {"sup_ap": sup_ap is not None, "calibration": calibration is not None}
-        if sup_ap is None:
-            sup_ap = SupAPLoss(**settings)
-        if calibration is None:
-            calibration = CalibrationLoss(**settings)
+        with reported_as("ROADMAPLoss"):
+            sup_ap, calibration = SupAPLoss(**settings), CalibrationLoss(**settings)
         super().__init__({"sup_ap": (1 - lambda_, sup_ap), "calibration": (lambda_, calibration)})
         self.lambda_ = lambda_
-        self._given = given
-        self.reduction, self.class_balanced, self.include_self = reduction, class_balanced, include_self
-
-    @property
-    def sup_ap(self) -> nn.Module | None:
-        """The argument `sup_ap` of the constructor; None if the default term is used."""
-        return self._argument("sup_ap")
-
-    @property
-    def calibration(self) -> nn.Module | None:
-        """The argument `calibration` of the constructor; None if the default term is used."""
-        return self._argument("calibration")
+        self.reduction, self.class_balanced = sup_ap.reduction, sup_ap.class_balanced
+        self.include_self = sup_ap.include_self
 
     @classmethod
     def official(cls) -> WeightedSum:
@@ -409,8 +355,3 @@ class ROADMAPLoss(WeightedSum):
 
     def extra_repr(self) -> str:
         return settings_repr(self)
-
-    def _argument(self, name: str) -> nn.Module | None:
-        if self._given[name]:
-            return self.parts[name]
-        return None

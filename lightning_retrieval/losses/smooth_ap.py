@@ -12,14 +12,15 @@ not in its own list (the official code counts it as a positive, and so does `inc
 sizes, and rows may come in any order.
 """
 
+from typing import Unpack
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import Positive, checked
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.soft_ranks import soft_ranks
+from lightning_retrieval.losses.base import LossSettings, RetrievalLoss
+from lightning_retrieval.losses.score_block import ScoreBlock, at, soft_ranks
 
 
 def smooth_ap(block: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
@@ -36,8 +37,7 @@ def smooth_ap(block: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     rank = soft_ranks(s, query, s_i)  # (pos,)
     rank_among_positives = soft_ranks(positives.in_columns(s_i), query, s_i)  # (pos,)
     precision = rank_among_positives / rank  # (pos,)
-    sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / block.positives.of_each_query()
+    return 1 - positives.mean(precision)
 
 
 class SmoothAPLoss(RetrievalLoss):
@@ -46,9 +46,7 @@ class SmoothAPLoss(RetrievalLoss):
     Args:
         tau: temperature of the sigmoid, > 0. With a small value, the loss follows AP closely, and only pairs of nearly
             equal scores have a gradient. With a large value, all pairs have a gradient. The paper trains with 0.01.
-        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
-        class_balanced: give every class of the batch the same total weight.
-        include_self: rank the query in its own list, as the official code does. Use this only for comparison.
+        settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 
     Raises:
         ValueError: if `tau` is not a number from 1e-12 to 1e12, or `reduction` is unknown.
@@ -76,12 +74,9 @@ class SmoothAPLoss(RetrievalLoss):
     def __init__(
         self,
         tau: Positive = 0.01,
-        *,
-        reduction: Reduction = "mean",
-        class_balanced: bool = False,
-        include_self: bool = False,
+        **settings: Unpack[LossSettings],
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        super().__init__(**settings)
         self.tau = checked(self, tau=tau)
 
     def query_losses(self, block: ScoreBlock) -> Float[Tensor, " query"]:

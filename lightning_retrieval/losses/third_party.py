@@ -15,7 +15,6 @@ from lightning_retrieval.checks import check_finite
 from lightning_retrieval.distributed import rank, to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch, check_lists
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel
 
@@ -76,9 +75,7 @@ class ThirdPartyLoss(BatchLoss):
             ref_emb, ref_labels)`, the signature of pytorch-metric-learning.
 
     Raises:
-        ValueError: if a weight of a loss within `loss` changes during training, because the calls do not tell the
-            fraction of the training; when called, if labels of several levels do not nest, or a loss with weights for
-            each class has none for a label.
+        ValueError: when called, if a loss with weights for each class has none for a label.
         TypeError: when called, if there are references and the loss cannot exclude the
             query's own copy, or if `queries` or `relevance` is given.
 
@@ -97,7 +94,6 @@ class ThirdPartyLoss(BatchLoss):
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
-        _check_no_schedule(loss)
         self.loss = loss
 
     def splits_by_query(self, fraction: float = 1.0) -> bool:
@@ -120,7 +116,7 @@ class ThirdPartyLoss(BatchLoss):
         rule = "a third-party loss gets labels only, so `relevance` must be None"
         raise InvalidType(rule, type(self.loss).__name__, got=relevance, cure="use a loss of this library")
 
-    def of_batch(self, batch: RankedBatch) -> Any:
+    def compute(self, batch: RankedBatch) -> Any:
         """The value of the loss."""
         if not isinstance(batch.lists.rule, SameLabel):
             self.check_relevance(batch.lists.rule)
@@ -136,8 +132,6 @@ class ThirdPartyLoss(BatchLoss):
         if batch.queries is not None:
             rule = "a third-party loss is not a sum over queries, so it cannot be computed for a range of them"
             raise InvalidType(rule, cure="omit `queries`")
-        check_batch(batch)
-        check_lists(batch.lists)
         check_finite("embeddings", batch.embeddings)
         check_classes("labels", batch.lists.columns[:, 0], self.loss)
         if batch.ref_emb is None:
@@ -146,11 +140,6 @@ class ThirdPartyLoss(BatchLoss):
         if self.terms_without_references:
             rule = "the loss cannot rank references without the query's own copy"
             raise InvalidType(rule, self.terms_without_references[0], cure=USE_OTHER_LOSS)
-
-    def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raise a TypeError: a loss of another library needs embeddings and labels."""
-        rule = "a third-party loss cannot be computed from a score matrix"
-        raise InvalidType(rule, type(self.loss).__name__, cure="call it with embeddings and labels")
 
 
 def check_references(loss: BatchLoss, needed_by: str) -> None:
@@ -272,18 +261,6 @@ def original_loss(loss: nn.Module) -> nn.Module:
     if isinstance(loss, ThirdPartyLoss):
         return loss.loss
     return loss
-
-
-def _check_no_schedule(loss: nn.Module) -> None:
-    for module in loss.modules():
-        if isinstance(module, BatchLoss) and module.scheduled_weights():
-            raise InvalidValue(
-                f"a {type(module).__name__} whose weights change during training must not be called by another "
-                "module, which does not know the fraction of the training",
-                type(loss).__name__,
-                got=f"the weights of {', '.join(module.scheduled_weights())}",
-                cure=f"make {type(loss).__name__} a term of the sum instead",
-            )
 
 
 def _accepts_references(loss: nn.Module) -> bool:

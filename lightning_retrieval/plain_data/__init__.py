@@ -7,7 +7,6 @@ decides which classes and settings a file may name.
 """
 
 from lightning_retrieval.plain_data.describe import class_path as class_path
-from lightning_retrieval.plain_data.describe import constructor_parameters as constructor_parameters
 from lightning_retrieval.plain_data.describe import describe as describe
 from lightning_retrieval.plain_data.describe import is_variadic as is_variadic
 from lightning_retrieval.plain_data.describe import logged_settings as logged_settings

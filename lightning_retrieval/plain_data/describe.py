@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_retrieval.arguments import constructor_parameters
 from lightning_retrieval.compiled import without_wrappers
 
 LONGEST_LIST = 100  # for a longer list or dict, only the length is logged
@@ -46,15 +47,6 @@ def unsharded_class(value: Any) -> type[Any]:
     if hasattr(cls, "set_requires_gradient_sync"):
         cls = cls.__bases__[-1]
     return cls
-
-
-def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
-    """The parameters of the constructor of a class, without `self`.
-
-    Raises:
-        ValueError: if the constructor has no signature, like some types written in C.
-    """
-    return list(inspect.signature(cls.__init__).parameters.values())[1:]
 
 
 def is_variadic(parameter: inspect.Parameter) -> bool:

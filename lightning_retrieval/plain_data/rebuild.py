@@ -10,11 +10,12 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from lightning_retrieval.arguments import constructor_parameters
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.invalid import Invalid, InvalidType, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data.describe import FACTORIES, constructor_parameters, is_variadic
+from lightning_retrieval.plain_data.describe import FACTORIES, is_variadic
 from lightning_retrieval.plain_data.rules import (
     BUILDER_OF_TIMM,
     Kinds,

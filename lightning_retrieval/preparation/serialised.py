@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval import plain_data
+from lightning_retrieval.arguments import constructor_parameters
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
@@ -146,7 +147,7 @@ def _is_known(cls: type) -> bool:
 
 def _class_and_arguments(step: Any) -> dict[str, Any]:
     arguments = {}
-    for parameter in plain_data.constructor_parameters(type(step)):
+    for parameter in constructor_parameters(type(step)):
         if not plain_data.is_variadic(parameter):
             arguments[parameter.name] = _plain(getattr(step, parameter.name))
     return {"class_path": plain_data.class_path(type(step)), "init_args": arguments}

@@ -1,42 +1,46 @@
 """Which references are relevant to each query, and which are in its list.
 
-Losses, metrics, curves and callbacks ask `Lists`. The lists of a score matrix are given as masks (`GivenLists`).
-`lightning_retrieval.ranking.entries` finds the relevant references of `Lists` without a mask of all references, for
-metrics; a test holds that both answers are equal.
+Losses, metrics, curves and callbacks ask `Lists`. `lightning_retrieval.ranking.entries` finds the relevant references
+of `Lists` without a mask of all references, for metrics; a test holds that both answers are equal.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int, Integer, Shaped
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
+from lightning_retrieval.checks import check_finite, has_finite_sum
+from lightning_retrieval.distributed import size_for, to_host
+from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.ranking.labels import check_nesting
 from lightning_retrieval.ranking.relevance import Relevance, SameLabel, label_rule_of
 from lightning_retrieval.ranking.rows import Rows
+
+# Positives are counted in blocks of a mask, unless labels are sorted. These are the largest numbers of elements of a
+# block: on the CPU, and on other devices.
+COUNTED_ELEMENTS = 1 << 22
+ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 
 Levels = Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"]
 
 
-class GivenLists:
-    """Lists that are given as masks, which also say whether a query is in its own list.
+@dataclass(frozen=True, eq=False)
+class QueryRange:
+    """The range of queries that one process computes, if several processes share a batch.
 
     Args:
-        relevant: which references are relevant to each query, or their levels of relevance, 0 for not relevant.
-        candidate: which references are in each query's list; None for all.
+        begin: index of the first query.
+        end: index after the last query.
+        total: function that sums a tensor over all processes. Every process must call this function, with a tensor of
+            the same shape.
     """
 
-    def __init__(self, relevant: Levels, candidate: Bool[Tensor, "query gallery"] | None = None) -> None:
-        self.relevant, self.candidate = relevant, candidate
-
-    def masks(self, rows: Int[Tensor, " query"]) -> tuple[Levels, Bool[Tensor, "query gallery"]]:
-        """Two masks for these queries: the relevant candidates, or their levels of relevance, and all candidates."""
-        relevant = self.relevant[rows]
-        if self.candidate is None:
-            return relevant, torch.ones_like(relevant, dtype=torch.bool)
-        candidate = self.candidate[rows]
-        return relevant * candidate, candidate
+    begin: int
+    end: int
+    total: Callable[[Tensor], Tensor]
 
 
 class Lists:
@@ -54,9 +58,8 @@ class Lists:
     Attributes:
         in_batch: whether the queries themselves are the references.
         label_rule: the rule, if relevant images share labels.
-        counted: the number of positives of each query, on the device and on the host, by the settings of the losses
-            that have read them.
-        is_checked: whether labels or columns are known to be valid.
+        counted: the results of `count_positives`, by whether a query is in its own list, and is its own positive.
+        is_checked: whether `check` has found labels or columns to be valid.
 
     Example:
         >>> import torch
@@ -81,7 +84,7 @@ class Lists:
         self.queries, self.references, self.rule, self.self_index = queries, references, rule, self_index
         self.in_batch = queries is references
         self.label_rule = label_rule_of(rule)
-        self.counted: dict[object, tuple[Tensor, Tensor]] = {}
+        self.counted: dict[tuple[bool, bool], Tensor] = {}
         self.is_checked = False
 
     @property
@@ -162,9 +165,12 @@ class Lists:
             rows: as for `masks`.
             references: as for `masks`.
         """
+        chosen: slice | Tensor = slice(None)
+        if references is not None:
+            chosen = references
         if self.self_index is not None:
             positions = torch.arange(self.gallery, device=self.device)
-            mask &= self.self_index[rows, None] != _chosen(positions, references)
+            mask &= self.self_index[rows, None] != positions[chosen]
             return
         if self.in_batch and references is None:
             mask.scatter_(1, rows[:, None], False)
@@ -172,33 +178,114 @@ class Lists:
             mask &= rows[:, None] != references
         ids, ref_ids = self.queries.ids, self.references.ids
         if ids is not None and ref_ids is not None:
-            mask &= ids[rows, None] != _chosen(ref_ids, references)
+            mask &= ids[rows, None] != ref_ids[chosen]
 
-    @property
-    def can_be_sorted(self) -> bool:
-        """Whether sorting labels and ids finds the positives, so that they can be counted without masks."""
-        return type(self.rule) is SameLabel and self.self_index is None
+    def count_positives(
+        self,
+        embeddings: Mapping[str, Tensor],
+        queries: QueryRange | None = None,
+        *,
+        include_self: bool = False,
+        self_is_positive: bool = True,
+    ) -> Int[Tensor, " query"]:
+        """Number of relevant candidates of each query, on the CPU. They are counted once for all losses.
 
-    def sorted_counts(self, *, include_self: bool = False, self_is_positive: bool = True) -> Int[Tensor, " query"]:
-        """Number of relevant candidates of each query, which takes less time than one row of masks for each query.
+        A loss waits for the device only in this call, except that losses of graded relevance also read the levels. For
+        this reason, the call also checks that the embeddings are finite.
 
         Args:
+            embeddings: what must be finite, by the name of the argument.
+            queries: the queries of this process. If counts need masks, each process counts for its own queries, and the
+                counts are exchanged. None counts for all queries.
             include_self: as for `masks`.
             self_is_positive: as for `masks`.
         """
+        key = (include_self, self_is_positive)
+        if key not in self.counted:
+            # Sorting labels and ids takes less time than one row of masks for each query.
+            if type(self.rule) is SameLabel and self.self_index is None:
+                counts = self._count_by_sorting(*key)
+            else:
+                counts = self._count_by_masks(queries, *key)
+            finite = torch.stack([has_finite_sum(values.detach()) for values in embeddings.values()])
+            *read, are_finite = to_host(torch.cat([counts, finite.all()[None]])).split([len(counts), 1])
+            if not are_finite:
+                for name, values in embeddings.items():
+                    check_finite(name, values)
+            (self.counted[key],) = read
+        return self.counted[key]
+
+    def counted_anew(self) -> "Lists":
+        """The same lists for other embeddings, whose positives are not counted yet."""
+        lists = Lists(self.queries, self.references, self.rule, self_index=self.self_index)
+        lists.is_checked = self.is_checked
+        return lists
+
+    def check(self) -> None:
+        """Raise if labels of several levels do not nest, such as multi-hot labels, or columns do not suit the rule.
+
+        Labels of several levels are copied to the host.
+        """
+        if self.is_checked:
+            return
+        labels, ref_labels = self.queries.labels, self.references.labels
+        if isinstance(self.rule, SameLabel):
+            if labels.ndim > 1 or ref_labels.ndim > 1:
+                self._check_levels(labels, ref_labels)
+        else:
+            self.rule.check_columns("labels", labels)
+            if not self.in_batch:
+                self._check_ref_columns(labels, ref_labels)
+        self.is_checked = True
+
+    def _check_levels(self, labels: Tensor, ref_labels: Tensor) -> None:
+        if self.columns.shape[1] != self.ref_columns.shape[1]:
+            got = f"`labels` {tuple(labels.shape)} and `ref_labels` {tuple(ref_labels.shape)}"
+            raise InvalidValue("labels must have shape (rows, levels), finest level first", got=got)
+        columns = self.columns
+        if not self.in_batch:
+            columns = torch.cat([columns, self.ref_columns])
+        check_nesting(to_host(columns))
+
+    def _check_ref_columns(self, labels: Tensor, ref_labels: Tensor) -> None:
+        self.rule.check_columns("ref_labels", ref_labels)
+        if labels.shape[1] != ref_labels.shape[1]:
+            got = f"{tuple(ref_labels.shape)} against {tuple(labels.shape)}"
+            cure = f"make both with {self.rule.name}.columns(labels, batch)"
+            raise InvalidValue("must have as many columns as `labels`", argument="ref_labels", got=got, cure=cure)
+
+    def _count_by_sorting(self, include_self: bool, self_is_positive: bool) -> Int[Tensor, " query"]:
+        """The positives of each query by their labels and ids, on the device."""
         # Labels nest: images that share any label share the coarsest one.
         labels = self.columns[:, -1]
         ref_labels = labels
         if not self.in_batch:
             ref_labels = self.ref_columns[:, -1]
         counts = count_equal([labels], [ref_labels])
-        ids, ref_ids = self.queries.ids, self.references.ids
         if include_self and self_is_positive:
             return counts
+        ids, ref_ids = self.queries.ids, self.references.ids
         if ids is not None and ref_ids is not None:
             return counts - count_equal([labels, ids], [ref_labels, ref_ids])
         if self.in_batch:
             return counts - 1
+        return counts
+
+    def _count_by_masks(
+        self, queries: QueryRange | None, include_self: bool, self_is_positive: bool
+    ) -> Int[Tensor, " query"]:
+        """The positives of each query by masks, for a block of queries at a time, on the device."""
+        rows = torch.arange(len(self.queries), device=self.device)
+        counts = torch.zeros_like(rows)
+        if queries is not None:
+            rows = rows[queries.begin : queries.end]
+        elements = size_for(self.device, cpu=COUNTED_ELEMENTS, accelerator=ACCELERATOR_COUNTED_ELEMENTS)
+        rows_of_a_block = max(1, elements // max(1, self.gallery))
+        for block in rows.split(rows_of_a_block):
+            relevant = self.masks(block, include_self=include_self, self_is_positive=self_is_positive)[0]
+            counts[block] = (relevant > 0).sum(1)
+        if queries is not None:
+            counts = queries.total(counts)
         return counts
 
     def _at_finest_level(self, rows: Rows, columns: Int[Tensor, "row column"]) -> Rows:
@@ -223,13 +310,6 @@ def _as_levels(labels: Int[Tensor, "row ..."]) -> Int[Tensor, "row level"]:
     if labels.ndim == 1:
         return labels[:, None]
     return labels
-
-
-def _chosen(values: Shaped[Tensor, "..."], references: Int[Tensor, " gallery"] | None) -> Shaped[Tensor, "..."]:
-    """The values of the chosen references, which are the last dimension; all values if None is given."""
-    if references is None:
-        return values
-    return values[..., references]
 
 
 def count_equal(columns: Sequence[Int[Tensor, " n"]], ref_columns: Sequence[Int[Tensor, " m"]]) -> Int[Tensor, " n"]:

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from lightning_retrieval.checks import as_int64
 from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_device, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models.sides import SIDES
 from lightning_retrieval.random_state import step_random_state
-from lightning_retrieval.ranking.lists import Lists
+from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.rows import Rows
 
 # Types to which embeddings are rounded before they are gathered, by the argument `gather` of `RetrievalModule`.
@@ -128,11 +128,11 @@ class GlobalBatch:
         memory, rows = self.module.memory, self.rows[-1]
         # This also runs during the warm-up, so that an invalid batch raises before any state has changed.
         detach = memory.mode != "one_list"
-        with_memory = memory.references(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
-        references = with_memory.lists.references
+        stored = memory.with_stored(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
+        references: Rows = stored
         if len(self.rows) > 1:
-            references = Rows(references.labels)
-        ranked = self._ranked(0, queries, references, with_memory.ref_emb)
+            references = Rows(stored.labels)
+        ranked = self._ranked(0, queries, references, stored.embeddings)
         if not memory.started:
             return {}
         if memory.mode == "two_terms":

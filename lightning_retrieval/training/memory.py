@@ -30,7 +30,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import to_host
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.batch_loss import RankedBatch
-from lightning_retrieval.losses.positives import true_indices
+from lightning_retrieval.losses.score_block import true_indices
 from lightning_retrieval.ranking.lists import Lists
 from lightning_retrieval.ranking.relevance import Relevance
 from lightning_retrieval.ranking.rows import Rows
@@ -39,28 +39,28 @@ MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _EmbeddedRows(Rows):
+class EmbeddedRows(Rows):
     """Rows with their embeddings, in float32 or better."""
 
     ids: Tensor
     embeddings: Tensor
 
-    def select(self, chosen: Tensor) -> "_EmbeddedRows":
+    def select(self, chosen: Tensor) -> "EmbeddedRows":
         return replace(super().select(chosen), embeddings=self.embeddings[chosen])
 
-    def followed_by(self, other: "_EmbeddedRows") -> "_EmbeddedRows":
-        return _EmbeddedRows(
+    def followed_by(self, other: "EmbeddedRows") -> "EmbeddedRows":
+        return EmbeddedRows(
             labels=torch.cat([self.labels, other.labels]),
             ids=torch.cat([self.ids, other.ids]),
             embeddings=torch.cat([self.embeddings, other.embeddings]),
         )
 
-    def like(self, other: "_EmbeddedRows") -> "_EmbeddedRows":
+    def like(self, other: "EmbeddedRows") -> "EmbeddedRows":
         """The rows on the device and in the dtypes of `other`."""
         of_device = self.map(lambda column: column.to(other.ids))
         return replace(of_device, embeddings=self.embeddings.to(other.embeddings))
 
-    def detached(self) -> "_EmbeddedRows":
+    def detached(self) -> "EmbeddedRows":
         return replace(self, embeddings=self.embeddings.detach())
 
 
@@ -123,7 +123,7 @@ class CrossBatchMemory(nn.Module):
         """Remove all rows and count the steps from 0 again."""
         self.steps = 0
         self._begun = False  # whether `begin` ended the warm-up: early, or with start_step="auto"
-        self._rows: _EmbeddedRows | None = None
+        self._rows: EmbeddedRows | None = None
 
     def __len__(self) -> int:
         """Number of stored rows."""
@@ -163,14 +163,24 @@ class CrossBatchMemory(nn.Module):
         Returns:
             The argument for `loss.of_batch(batch)`.
         """
+        references = self.with_stored(embeddings, labels, ids, detach=detach)
+        batch = Rows(references.labels[: len(embeddings)], references.ids[: len(embeddings)])
+        return RankedBatch(embeddings, Lists(batch, references, relevance), references.embeddings)
+
+    def with_stored(
+        self,
+        embeddings: Float[Tensor, "batch dim"],
+        labels: Int[Tensor, "batch ..."],
+        ids: Int[Tensor, " batch"] | None,
+        *,
+        detach: bool = False,
+    ) -> EmbeddedRows:
+        """The rows of the batch, followed by the stored images that are not in it; for the arguments: `references`."""
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
         stored = self._stored_like(batch)
-        others = stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings))
-        references = batch.followed_by(others)
-        lists = Lists(batch, references, relevance)
-        return RankedBatch(embeddings, lists, references.embeddings)
+        return batch.followed_by(stored.select(_indices(~_occurs(stored.ids, batch.ids), embeddings)))
 
     def update(
         self,
@@ -207,7 +217,7 @@ class CrossBatchMemory(nn.Module):
             embeddings, labels, ids = state["rows"]
             self._check_like_stored(embeddings, labels)
             newest = torch.arange(min(len(ids), self.size), device=ids.device)
-            rows = _EmbeddedRows(labels=labels, ids=ids, embeddings=embeddings).select(newest)
+            rows = EmbeddedRows(labels=labels, ids=ids, embeddings=embeddings).select(newest)
         self._rows = rows
         self.steps = state["steps"]
         self._begun = state["started"]
@@ -215,7 +225,7 @@ class CrossBatchMemory(nn.Module):
     def extra_repr(self) -> str:
         return f"size={self.size}, start_step={self.start_step!r}, mode={self.mode!r}, weight={self.weight}"
 
-    def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _EmbeddedRows:
+    def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> EmbeddedRows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
         check_matrix("embeddings", embeddings, owner="CrossBatchMemory")
         labels, ids = (
@@ -240,7 +250,7 @@ class CrossBatchMemory(nn.Module):
             raise InvalidValue(rule, "CrossBatchMemory", "size", got=got, cure="enlarge the memory")
         self._check_like_stored(embeddings, labels)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
-        return _EmbeddedRows(labels=labels.long(), ids=ids.long(), embeddings=embeddings.to(dtype))
+        return EmbeddedRows(labels=labels.long(), ids=ids.long(), embeddings=embeddings.to(dtype))
 
     def _check_like_stored(self, embeddings: Tensor, labels: Tensor) -> None:
         if self._rows is None:
@@ -255,7 +265,7 @@ class CrossBatchMemory(nn.Module):
             cure = "call reset() before another data set or another rule of relevance"
             raise InvalidValue(rule, "CrossBatchMemory", "labels", got=tuple(labels.shape), cure=cure)
 
-    def _stored_like(self, batch: _EmbeddedRows) -> _EmbeddedRows:
+    def _stored_like(self, batch: EmbeddedRows) -> EmbeddedRows:
         """The stored rows, on the device and in the dtypes of a batch."""
         if self._rows is None:
             return batch.select(batch.ids[:0]).detached()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_retrieval.losses import blockwise, lists, positives
+from lightning_retrieval.losses import blockwise, score_block, scores
 from lightning_retrieval.metrics import gathering, ranked_lists
-from lightning_retrieval.ranking import entries, expansion, positive_ranks, ranks, relevance
+from lightning_retrieval.ranking import entries, expansion, lists, positive_ranks, ranks, relevance
 
 EVALUATION = [
     (positive_ranks, "_CPU_PRODUCTS", 1),
@@ -43,7 +43,7 @@ def small_blocks(elements=60, *, numbers=1200, queries=64, kept_tiles=4):
         (blockwise, "BLOCK_ELEMENTS", elements),
         (blockwise, "GROUP_ELEMENTS", 2 * elements),
         (lists, "COUNTED_ELEMENTS", elements),
-        (lists, "CPU_TILE", 4),
+        (scores, "CPU_TILE", 4),
         (entries, "_MAX_BLOCK_POSITIVES", 1 if queries == 64 else 1 << 12),
         (positive_ranks, "_KEPT_TILES", kept_tiles),
     ]
@@ -57,6 +57,6 @@ def small_blocks(elements=60, *, numbers=1200, queries=64, kept_tiles=4):
 def way_of_an_accelerator():
     """Compute as on a device for which the host must not wait."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (positives, ranks):
+        for module in (score_block, ranks):
             patch.setattr(module, "is_accelerator", lambda device: True)
         yield

@@ -25,7 +25,8 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     SupAPLoss,
 )
-from lightning_retrieval.losses.batch_loss import QueryRange, ranked_batch
+from lightning_retrieval.losses.batch_loss import ranked_batch
+from lightning_retrieval.ranking.lists import QueryRange
 
 # Labels of a batch in which at least one class has two images.
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=12).filter(lambda labels: len(set(labels)) < len(labels))

@@ -6,15 +6,13 @@ from pytorch_metric_learning import losses as pml
 from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import (
-    After,
-    Before,
     BlackboxAPLoss,
     CalibrationLoss,
     FastAPLoss,
     NestedLoss,
-    Ramp,
     RecallAtKLoss,
     ROADMAPLoss,
+    Schedule,
     SmoothAPLoss,
     SupAPLoss,
     WeightedSum,
@@ -71,10 +69,10 @@ def test_sum_from_scores():
 @pytest.mark.parametrize(
     ("schedule", "values"),
     [
-        (Before(0.2, 3.0), {0.0: 3.0, 0.1999: 3.0, 20 / 100: 0.0, 1.0: 0.0}),
-        (After(0.2, -3.0), {0.0: 0.0, 0.1999: 0.0, 20 / 100: -3.0, 1.0: -3.0}),
-        (Ramp(0.3, 0.1, start=0.2, end=0.6), {0.0: 0.3, 0.2: 0.3, 0.4: 0.2, 0.6: 0.1, 1.0: 0.1}),
-        (Ramp(10.0, 0.1, end=0.5, geometric=True), {0.0: 10.0, 0.25: 1.0, 0.5: 0.1, 1.0: 0.1}),
+        (Schedule([(0, 3.0), (0.2, 0)]), {0.0: 3.0, 0.1999: 3.0, 20 / 100: 0.0, 1.0: 0.0}),
+        (Schedule([(0, 0), (0.2, -3.0)]), {0.0: 0.0, 0.1999: 0.0, 20 / 100: -3.0, 1.0: -3.0}),
+        (Schedule([(0.2, 0.3), (0.6, 0.1)], "linear"), {0.0: 0.3, 0.2: 0.3, 0.4: 0.2, 0.6: 0.1, 1.0: 0.1}),
+        (Schedule([(0, 10), (0.5, 0.1)], "geometric"), {0.0: 10.0, 0.25: 1.0, 0.5: 0.1, 1.0: 0.1}),
     ],
     ids=["before", "after", "linear", "geometric"],
 )
@@ -86,11 +84,13 @@ def test_weights_by_the_fraction_of_the_training(schedule, values):
 
 def changing():
     """Pairs of another library at first, then AP; the inner sum changes too. What is left at each fraction."""
-    inner = WeightedSum({"fast": (Ramp(1.0, 0.0, end=0.5), FastAPLoss()), "push": (0.5, CalibrationLoss())})
+    inner = WeightedSum(
+        {"fast": (Schedule([(0, 1), (0.5, 0)], "linear"), FastAPLoss()), "push": (0.5, CalibrationLoss())}
+    )
     loss = WeightedSum(
         {
-            "pairs": (Before(0.25, 2.0), pml.ContrastiveLoss()),
-            "ap": (After(0.25), SmoothAPLoss()),
+            "pairs": (Schedule([(0, 2.0), (0.25, 0)]), pml.ContrastiveLoss()),
+            "ap": (Schedule([(0, 0), (0.25, 1)]), SmoothAPLoss()),
             "inner": (3.0, inner),
         }
     )

@@ -27,7 +27,7 @@ from tests.lightning_retrieval.losses.oracles import (
 
 ALL = pytest.mark.parametrize("name", TABLE)
 DIFFERENTIABLE = pytest.mark.parametrize("name", [name for name, case in TABLE.items() if case.differentiable])
-WITHOUT_LISTS = {"After", "Before", "NestedLoss", "Ramp", "WeightedSum", "blackbox_rank"}
+WITHOUT_LISTS = {"LossSettings", "NestedLoss", "Schedule", "WeightedSum", "blackbox_rank"}
 # They have no formula of their own, or tests of their own.
 ELSEWHERE = {"BlackboxMAPLoss", "PairLoss", "RetrievalLoss", "ROADMAPLoss"}
 

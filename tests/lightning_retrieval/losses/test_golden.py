@@ -25,6 +25,7 @@ from lightning_retrieval.losses import (
     ROADMAPLoss,
     SmoothAPLoss,
     SupAPLoss,
+    WeightedSum,
     blackbox_rank,
 )
 
@@ -104,7 +105,7 @@ def make(case, **settings):
         case "roadmap":
             calibration = CalibrationLoss(p["alpha"], p["beta"], pair_mean=pair_mean)
             sup_ap = SupAPLoss(**upper_step_settings(case), **settings)
-            return ROADMAPLoss(p["lambda"], sup_ap, calibration)
+            return WeightedSum({"sup_ap": (1 - p["lambda"], sup_ap), "calibration": (p["lambda"], calibration)})
         case "fast_ap":
             settings["include_self"] = False  # as in the official code
             return FastAPLoss(p["num_bins"], **settings)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import After, Before, Ramp, RetrievalLoss, SmoothAPLoss
+from lightning_retrieval.losses import RetrievalLoss, Schedule, SmoothAPLoss
 from lightning_retrieval.plain_data import describe, logged_settings, rebuild, rebuild_factory
 
 
@@ -54,7 +54,12 @@ def test_an_object_and_back():
 
 
 def test_every_loss_and_back():
-    terms = {"ap": 0.5, "pairs": Before(0.2), "later": After(0.2, 2.0), "more": Ramp(0.1, 1.0, geometric=True)}
+    terms = {
+        "ap": 0.5,
+        "pairs": Schedule([(0, 1), (0.2, 0)]),
+        "later": Schedule([(0, 0), (0.2, 2.0)]),
+        "more": Schedule([(0, 0.1), (1, 1.0)], "geometric"),
+    }
     settings = {"WeightedSum": {"losses": {name: (w, SmoothAPLoss(tau=0.2)) for name, w in terms.items()}}}
     settings["NestedLoss"] = {"loss": SmoothAPLoss(tau=0.2), "dims": (2, 8), "weights": (1.0, 0.5)}
     for name in losses.__all__:

@@ -19,7 +19,7 @@ from lightning_retrieval import (
     SmoothAPLoss,
 )
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader
-from lightning_retrieval.losses import After, Before, WeightedSum
+from lightning_retrieval.losses import Schedule, WeightedSum
 from tests.lightning_retrieval.training.small_training import SGD, assert_same, batches, fit, net, warnings_with
 
 CLASSES = torch.arange(24) // 6
@@ -170,7 +170,10 @@ class Endless(IterableDataset):
     ids=["no limit", "no number of batches"],
 )
 def test_weights_that_change_need_a_number_of_steps(data, limits):
-    terms = {"pairs": (Before(0.2), CalibrationLoss()), "ap": (After(0.2), SmoothAPLoss())}
+    terms = {
+        "pairs": (Schedule([(0, 1), (0.2, 0)]), CalibrationLoss()),
+        "ap": (Schedule([(0, 0), (0.2, 1)]), SmoothAPLoss()),
+    }
     module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
     with pytest.raises(ValueError, match="set max_steps"):
         fit(module, data, **limits)

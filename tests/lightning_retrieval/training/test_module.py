@@ -23,7 +23,7 @@ from lightning_retrieval import (
     multi_scale,
 )
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.losses import After, Before
+from lightning_retrieval.losses import Schedule
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.csv_logs import logged
@@ -156,7 +156,10 @@ def test_the_loss_changes_at_a_fraction_of_the_steps(kind, limits):
     optimizer = SGD(plain.parameters())
     train_plainly(plain, optimizer, data[:2], TripletMarginLoss())
     train_plainly(plain, optimizer, data[2:], SmoothAPLoss(tau=0.1))
-    terms = {"pairs": (Before(1 / 3), TripletMarginLoss()), "ap": (After(1 / 3), SmoothAPLoss(tau=0.1))}
+    terms = {
+        "pairs": (Schedule([(0, 1), (1 / 3, 0)]), TripletMarginLoss()),
+        "ap": (Schedule([(0, 0), (1 / 3, 1)]), SmoothAPLoss(tau=0.1)),
+    }
     module, found = kind(net(), WeightedSum(terms), chunk_size=3, optimizer=SGD), LoggedWeights()
     fit(module, batches(), callbacks=[found], **limits)
     assert_same(module.embedder, plain)
@@ -165,7 +168,10 @@ def test_the_loss_changes_at_a_fraction_of_the_steps(kind, limits):
 
 def test_a_term_that_is_not_computed_is_not_logged(tmp_path):
     """In the middle of an epoch, the first term ends, and Lightning would go on with its last value."""
-    terms = {"pairs": (Before(0.5), ContrastiveLoss()), "ap": (After(0.5), SmoothAPLoss(tau=0.1))}
+    terms = {
+        "pairs": (Schedule([(0, 1), (0.5, 0)]), ContrastiveLoss()),
+        "ap": (Schedule([(0, 0), (0.5, 1)]), SmoothAPLoss(tau=0.1)),
+    }
     module = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
     fit(module, batches(4), logger=CSVLogger(tmp_path), log_every_n_steps=1)
     found = [{name for name in row if name.startswith("train/loss/")} for row in logged(tmp_path).values()]

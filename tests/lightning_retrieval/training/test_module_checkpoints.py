@@ -20,7 +20,7 @@ from lightning_retrieval import (
     TwoNetworks,
     Updates,
 )
-from lightning_retrieval.losses import After, Before, FastAPLoss, WeightedSum
+from lightning_retrieval.losses import FastAPLoss, Schedule, WeightedSum
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
 from tests.lightning_retrieval.training.small_training import (
     SGD,
@@ -99,7 +99,10 @@ class LoggedWeights(pl.Callback):
 
 
 def in_phases() -> RetrievalModule:
-    terms = {"a": (Before(0.5), FastAPLoss()), "b": (After(0.5), SmoothAPLoss(tau=0.1))}
+    terms = {
+        "a": (Schedule([(0, 1), (0.5, 0)]), FastAPLoss()),
+        "b": (Schedule([(0, 0), (0.5, 1)]), SmoothAPLoss(tau=0.1)),
+    }
     return RetrievalModule(net(), WeightedSum(terms), optimizer=SGD)
 
 

@@ -22,7 +22,7 @@ from lightning_retrieval import Embedder, NestedLoss, RetrievalModule, SmoothAPL
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.distributed import rank as index_of_process
-from lightning_retrieval.losses import After, Before, WeightedSum
+from lightning_retrieval.losses import Schedule, WeightedSum
 from tests.lightning_retrieval.training.small_training import LearnedTau, Log
 from tests.point_set import Points
 from tests.quiet_trainer import quiet_trainer
@@ -107,7 +107,12 @@ def make_module(name: str) -> RetrievalModule:
     if name.startswith("nested"):
         loss = NestedLoss(LearnedTau(), (1, 2, 4), weights=(0.5, 1.0, 2.0))
     if name.startswith("scheduled"):  # of three steps, two rank whole batches, and one divides the queries
-        loss = WeightedSum({"pairs": (Before(0.5), ContrastiveLoss()), "ap": (After(0.5), LearnedTau())})
+        loss = WeightedSum(
+            {
+                "pairs": (Schedule([(0, 1), (0.5, 0)]), ContrastiveLoss()),
+                "ap": (Schedule([(0, 0), (0.5, 1)]), LearnedTau()),
+            }
+        )
     if name.startswith("lora"):
         lora, settings = {"r": 2, "target_modules": ["1", "3"]}, {"updates": Updates(layer_decay=0.5)}
     if name.startswith("frozen"):

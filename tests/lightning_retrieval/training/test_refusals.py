@@ -169,6 +169,8 @@ TABLE = {
         (lambda: mesh_of(4, FSDP2Strategy(shard_size=3)), InvalidValue, "shard_size"),
     ],
     "RetrievalModule": [
+        (lambda: fit_with(labels=TEXTS), InvalidType, "labels"),
+        (lambda: fit_with(ids=TEXTS), InvalidType, "ids"),
         (lambda: module(chunk_size=0), InvalidValue, "chunk_size"),
         (lambda: module(chunk_size={"queries": 0, "candidates": None}), InvalidValue, "chunk_size['queries']"),
         (lambda: module(keep_graphs=0), InvalidValue, "keep_graphs"),
@@ -195,10 +197,6 @@ TABLE = {
         (lambda: optimizers_of(updates=FACTORS, lr_scheduler=OneRate), InvalidValue, "lr_scheduler"),
         (lambda: optimizers_of(updates=FACTORS, optimizer=one_group), InvalidValue, "optimizer"),
         (lambda: loaded_again(nn.Sequential(nn.Linear(3, 2))), InvalidValue, "embedder", "Sequential"),
-    ],
-    "SmoothAPLoss": [
-        (lambda: fit_with(labels=TEXTS), InvalidType, "labels"),
-        (lambda: fit_with(ids=TEXTS), InvalidType, "ids"),
     ],
     "OtherCamera": [
         (lambda: fit_with(cameras=TEXTS, relevance=OtherCamera()), InvalidType, "cameras"),

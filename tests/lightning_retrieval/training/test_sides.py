@@ -34,7 +34,7 @@ from lightning_retrieval import (
     WeightedSum,
 )
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
-from lightning_retrieval.losses import After, Before
+from lightning_retrieval.losses import Schedule
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, fit, net
 from tests.quiet_trainer import quiet_trainer
@@ -258,7 +258,7 @@ def test_one_network_adds_the_gradients_of_both_sides(chunk_size):
 class Candidates(BatchLoss):
     """A loss that ignores the queries."""
 
-    def of_batch(self, batch):
+    def compute(self, batch):
         return batch.ref_emb.square().mean()
 
 
@@ -468,7 +468,14 @@ RUNS = {
     "memory": {"memory": CrossBatchMemory(16), "chunk_size": {"queries": 2, "candidates": 3}},
     "sum": {"loss": ROADMAPLoss(0.3), "chunk_size": 2, "keep_graphs": 3, "updates": Updates(gradient_clip_val=0.1)},
     "third-party": {"loss": MultiSimilarityLoss(), "sides": TwoNetworks(query_net())},
-    "scheduled": {"loss": WeightedSum({"pairs": (Before(0.5), MultiSimilarityLoss()), "ap": (After(0.5), HAPLoss())})},
+    "scheduled": {
+        "loss": WeightedSum(
+            {
+                "pairs": (Schedule([(0, 1), (0.5, 0)]), MultiSimilarityLoss()),
+                "ap": (Schedule([(0, 0), (0.5, 1)]), HAPLoss()),
+            }
+        )
+    },
     "frozen": {
         "sides": TwoNetworks(query_net(), directions="both", frozen_side="candidates"),
         "memory": CrossBatchMemory(16, mode="two_terms"),

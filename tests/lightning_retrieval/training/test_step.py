@@ -11,7 +11,7 @@ from tests.lightning_retrieval.training.small_training import ROWS, SGD, Gives, 
 class FirstRow(BatchLoss):
     """A loss that does not look at all embeddings."""
 
-    def of_batch(self, batch):
+    def compute(self, batch):
         return batch.embeddings[0].sum()
 
 
