@@ -39,6 +39,9 @@ def assert_lists_equal_loops(name, scores, relevant, candidate):
     known = expected[~expected.isnan()]
     value = make(name).from_scores(scores, relevant, candidate)
     assert value.item() == pytest.approx(known.mean().item(), abs=1e-7)
+    # The masks say which references are in a list, also if a query in a batch would be in its own list.
+    with_self = make(name, reduction="none", include_self=True).from_scores(scores, relevant, candidate)
+    torch.testing.assert_close(with_self, each, equal_nan=True)
 
 
 def test_the_table_has_every_loss():
