@@ -4,30 +4,24 @@ The data set is on the hub, in a folder that `save_to_disk` has written, or in P
 """
 
 import io
-import itertools
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_retrieval.arguments import Seed, checked
-from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import (
-    ImageIndex,
-    check_test_fraction,
-    class_numbers,
-    split_by_class,
-    tag_numbers,
-)
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.table import Table, number_splits
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
@@ -339,76 +333,40 @@ class HuggingFaceImages(ImageDataModule):
     @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
-        labels = {}
-        for name, table in self.tables.items():
-            if self.label_column is None:
-                labels[name] = [f"{name}/{row}" for row in range(len(table))]
-            else:
-                labels[name] = values_of(table, "label_column", self.label_column, name)
+        tables = {name: self._table(name) for name in self.tables}
         evaluation_only = self.split_names is not None and "train" not in self.split_names
-        if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
-            return self._given_splits(labels)
-        classes = set[Any]().union(*labels.values())
-        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
-        of_test = split_by_class("test_fraction", list(classes), fraction, self.split_seed)
-        in_test, in_train = {}, {}
-        for name, values in labels.items():
-            in_test[name] = np.array([value in of_test for value in values])
-            in_train[name] = ~in_test[name]
-        return {"train": self._index(in_train, labels), "test": self._index(in_test, labels)}
+        if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
+            splits = {use: tables[name] for use, name in (self.split_names or _splits_by_use(tables)).items()}
+        else:
+            splits = self._split_classes(tables)
+        # Each split numbers the categories for itself.
+        name_of_class = None if self.label_column is None else str
+        found = number_splits(splits, common=(), name_of_class=name_of_class)
+        _check_no_shared_classes(splits)
+        return found
 
-    def _given_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
-        """The index of each split of the data set."""
-        names = self.split_names or _splits_by_use(self.tables)
-        splits = {}
-        for use, name in names.items():
-            splits[use] = self._index({name: np.ones(len(labels[name]), bool)}, labels)
-            if use == "train" or "train" not in names:
-                continue
-            shared = set(labels[name]) & set(labels[names["train"]])
-            if shared:
-                rule = "classes must be in training or in evaluation, not in both"
-                got = f"{len(shared)} in the splits train and {use}, such as {min(shared)!r}"
-                raise InvalidValue(rule, OWNER, got=got, cure="set test_fraction=0.5, which splits the classes")
-        return splits
-
-    def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
-        """Create one index of the chosen rows of all these splits."""
-        paths: list[str] = []
-        classes: list[Any] = []
-        categories: list[Any] = []
-        tags: list[NDArray[np.int64]] = []
-        tags_of_table, tag_names = self._tags
-        for name, mask in chosen.items():
-            paths += [f"{name}/{row}" for row in np.flatnonzero(mask).tolist()]
-            classes += itertools.compress(labels[name], mask)
-            if self.category_column is not None:
-                values = values_of(self.tables[name], "category_column", self.category_column, name)
-                categories += itertools.compress(values, mask)
-            if self.tag_column is not None:
-                tags.append(tags_of_table[name][mask])
-        numbers, names = class_numbers(classes)
-        columns: dict[str, Any] = {}
+    def _table(self, name: str) -> Table:
+        """The rows of a split; the path of an image is its split and its row."""
+        rows = self.tables[name]
+        paths = [f"{name}/{row}" for row in range(len(rows))]
+        labels: list[Any] = paths
         if self.label_column is not None:
-            columns["names"] = names
+            labels = values_of(rows, "label_column", self.label_column, name)
+        categories = tags = None
         if self.category_column is not None:
-            columns["categories"] = class_numbers(categories)[0]
+            categories = values_of(rows, "category_column", self.category_column, name)
         if self.tag_column is not None:
-            columns |= {"tags": np.concatenate(tags), "tag_names": tag_names}
-        return ImageIndex(paths, numbers, **columns)
+            tags = tags_of(rows, self.tag_column, name)
+        return Table({"path": paths, "label": labels}).with_columns(category=categories, tags=tags)
 
-    @cached_property
-    def _tags(self) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
-        """The tag numbers of each split of the data set, which share the numbering, and the names of the tags."""
-        if self.tag_column is None:
-            return {}, []
-        tags: list[list[Any]] = []
-        ends: list[int] = []
-        for name, table in self.tables.items():
-            tags += tags_of(table, self.tag_column, name)
-            ends.append(len(tags))
-        numbers, names = tag_numbers(tags)
-        return dict(zip(self.tables, np.split(numbers, ends[:-1]))), names
+    def _split_classes(self, tables: Mapping[str, Table]) -> dict[str, Table]:
+        """The rows of all splits, one after another, with the classes drawn for the test."""
+        names = next(iter(tables.values())).columns
+        joined = Table({name: [value for table in tables.values() for value in table[name]] for name in names})
+        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
+        test = split_by_class("test_fraction", list(set(joined["label"])), fraction, self.split_seed)
+        is_test = np.array([label in test for label in joined["label"]])
+        return {"train": joined.chosen(np.flatnonzero(~is_test)), "test": joined.chosen(np.flatnonzero(is_test))}
 
     def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
         """Create the dataset of the rows of an index."""
@@ -422,6 +380,16 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     return dict(split_names)
+
+
+def _check_no_shared_classes(splits: Mapping[str, Table]) -> None:
+    """Raise if a class is in training and in another split."""
+    for use, table in splits.items():
+        shared = set(table["label"]) & set(splits["train"]["label"]) if use != "train" and "train" in splits else set()
+        if shared:
+            rule = "classes must be in training or in evaluation, not in both"
+            got = f"{len(shared)} in the splits train and {use}, such as {min(shared)!r}"
+            raise InvalidValue(rule, OWNER, got=got, cure="set test_fraction=0.5, which splits the classes")
 
 
 def _splits_by_use(names: Iterable[str]) -> dict[str, str]:

@@ -15,11 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, checked
-from lightning_retrieval.checks import (
-    check_path,
-    check_strings,
-    short_repr,
-)
+from lightning_retrieval.checks import check_strings, short_repr
 from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
@@ -28,6 +24,7 @@ from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.loading import CheckpointedDataModule
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.random_state import seed_or_default
 

@@ -8,8 +8,9 @@ from typing import Literal
 from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.datamodules.table_file import ListFile, find_file
+from lightning_retrieval.datamodules.table import read_list
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
+from lightning_retrieval.paths import find_file
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -91,14 +92,12 @@ class PascalVOC(BoxDataModule):
         """Paths of the images of a set, relative to the root, and their objects."""
         listed = f"{year}/ImageSets/Main/{name}.txt"
         found = find_file(self.root, listed, f"VOCdevkit/{listed}")
-        file = ListFile(found)
-        (names,) = file.columns(1)
-        file.check_not_empty(name, names)
-        file.check_unique("image", names)
+        table = read_list(found, "image")
+        table.check_unique("image")
         folder = found.parents[2]
         relative = folder.relative_to(self.root).as_posix()
         paths, objects = [], []
-        for image in names:
+        for image in table["image"]:
             paths.append(f"{relative}/JPEGImages/{image}.jpg")
             objects.append(read_annotation(folder / "Annotations" / f"{image}.xml"))
         return paths, objects
