@@ -19,6 +19,7 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table import Table, number_splits
 from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.paths import check_path
@@ -42,7 +43,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         ValueError: if the data set cannot be read.
     """
     datasets = _import_datasets()
-    local = Path(path).expanduser()
+    local = check_path("path", path, owner=OWNER)
     looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
     if looks_local and not local.exists():
         raise MissingFile("must be an existing folder or file", OWNER, "path", got=path)
@@ -211,12 +212,10 @@ class HuggingFaceSet(ImageSet):
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
-        """Return the encoded image: its bytes, or the path of its file.
-
-        The data set may give this path relative to its own folder.
+        """Return the encoded image: its bytes, or the path of its file, which may be relative to the data set's folder.
 
         Raises:
-            ValueError: if the row has no image.
+            ValueError: if the row has no image, or a relative path leads out of the folder.
         """
         split, _, row = self.index.paths[position].rpartition("/")
         image = self.tables[split][int(row)][self.image_column]
@@ -225,9 +224,12 @@ class HuggingFaceSet(ImageSet):
         if image["bytes"] is not None:
             return io.BytesIO(image["bytes"])
         path = Path(image["path"])
-        if path.is_absolute() or path.exists():
+        if path.is_absolute():
             return path
-        return self.root / path
+        if leaves_root(image["path"]):
+            raise ValueError(f"its path {image['path']!r} leads out of the folder of the data set")
+        folder = self.root.parent if self.root.is_file() else self.root
+        return folder / path
 
 
 class HuggingFaceImages(ImageDataModule):
@@ -292,7 +294,6 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
-        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = config
