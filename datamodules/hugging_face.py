@@ -9,15 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table import Table, number_splits
+from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
@@ -138,19 +136,16 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     # a selection of rows.
     values = dataset.select_columns([name])[name][:]
     class_names = getattr(dataset.features[name], "names", None)
+    found = []
     for row, value in enumerate(values):
         is_class = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
-        if not is_class or (class_names is not None and value == -1):
+        is_missing = value == -1 if class_names is not None else not str(value).strip()
+        if not is_class or is_missing:
+            rule = "must be a column with an integer or text in each row"
             got = f"{short_repr(value)} in row {row} of {split}, column {name!r}"
-            raise InvalidValue("must be a column with an integer or text in each row", OWNER, setting, got=got)
-    if class_names is not None:
-        values = [class_names[value] for value in values]
-    for row, value in enumerate(values):
-        if isinstance(value, str) and not value.strip():
-            rule = "must not be empty in any row"
-            got = f"{value!r} in row {row} of {split}, column {name!r}"
             raise InvalidValue(rule, OWNER, setting, got=got, cure="remove these rows, or give them a class")
-    return list(map(_composed, values))
+        found.append(_composed(value if class_names is None else class_names[value]))
+    return found
 
 
 def _composed(name: Any) -> Any:
@@ -339,12 +334,12 @@ class HuggingFaceImages(ImageDataModule):
         if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
             splits = {use: tables[name] for use, name in (self.split_names or _splits_by_use(tables)).items()}
         else:
-            splits = self._split_classes(tables)
+            names = next(iter(tables.values())).columns
+            joined = {name: [value for table in tables.values() for value in table[name]] for name in names}
+            splits = drawn_splits(Table(joined), self.test_fraction or _DEFAULT_TEST_FRACTION, self.split_seed)
         # Each split numbers the categories for itself.
         name_of_class = None if self.label_column is None else str
-        found = number_splits(splits, common=(), name_of_class=name_of_class)
-        _check_no_shared_classes(splits)
-        return found
+        return number_splits(splits, common=(), name_of_class=name_of_class)
 
     def _table(self, name: str) -> Table:
         """The rows of a split; the path of an image is its split and its row."""
@@ -360,15 +355,6 @@ class HuggingFaceImages(ImageDataModule):
             tags = tags_of(rows, self.tag_column, name)
         return Table({"path": paths, "label": labels}).with_columns(category=categories, tags=tags)
 
-    def _split_classes(self, tables: Mapping[str, Table]) -> dict[str, Table]:
-        """The rows of all splits, one after another, with the classes drawn for the test."""
-        names = next(iter(tables.values())).columns
-        joined = Table({name: [value for table in tables.values() for value in table[name]] for name in names})
-        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
-        test = split_by_class("test_fraction", list(set(joined["label"])), fraction, self.split_seed)
-        is_test = np.array([label in test for label in joined["label"]])
-        return {"train": joined.chosen(np.flatnonzero(~is_test)), "test": joined.chosen(np.flatnonzero(is_test))}
-
     def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
         """Create the dataset of the rows of an index."""
         tables, column = self._tables_and_column
@@ -381,16 +367,6 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     return dict(split_names)
-
-
-def _check_no_shared_classes(splits: Mapping[str, Table]) -> None:
-    """Raise if a class is in training and in another split."""
-    for use, table in splits.items():
-        shared = set(table["label"]) & set(splits["train"]["label"]) if use != "train" and "train" in splits else set()
-        if shared:
-            rule = "classes must be in training or in evaluation, not in both"
-            got = f"{len(shared)} in the splits train and {use}, such as {min(shared)!r}"
-            raise InvalidValue(rule, OWNER, got=got, cure="set test_fraction=0.5, which splits the classes")
 
 
 def _splits_by_use(names: Iterable[str]) -> dict[str, str]:

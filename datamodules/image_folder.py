@@ -10,9 +10,9 @@ from typing import Any, Literal
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table import Table, number_splits
+from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.paths import cure_of_missing
@@ -69,8 +69,8 @@ class ClassFolders:
     empty: list[str] = field(default_factory=list)
     suffixes: frozenset[str] = field(default_factory=image_suffixes)
 
-    def find(self, top: Path) -> dict[str, list[str]]:
-        """Return the images of each class below the folder `top`, in the order of the class names.
+    def find(self, top: Path) -> Table:
+        """Return the images of the classes below the folder `top`, in the order of the class names and the paths.
 
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
@@ -84,7 +84,10 @@ class ClassFolders:
             class_folders = []
             classes = self._read_at_any_depth(top)
         if classes:
-            return _by_composed_name(classes)
+            images = sorted((composed(name), path) for name, paths in classes.items() for path in paths)
+            labels, paths = zip(*images)
+            kinds = [label.split("/")[0] for label in labels] if self.categories else None
+            return Table({"path": paths, "label": labels}).with_columns(category=kinds)
         rule = f"must contain images as {self._wanted}, which {top} does not"
         raise InvalidValue(rule, OWNER, "root", got=self._elsewhere() or "no image", cure=CURE)
 
@@ -155,7 +158,7 @@ class ClassFolders:
                 self._add_unread(f"higher than {self._wanted}", images)
             elif images:
                 classes.setdefault("/".join(parts[:depth]), []).extend(images)
-        return {name: sorted(classes[name]) for name in sorted(classes)}
+        return classes
 
     def _sort_files(self, entries: FolderEntries, images: list[str]) -> None:
         """Add the images of a folder to a list, and record its other files as ignored."""
@@ -195,22 +198,6 @@ class ClassFolders:
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
-
-
-def _by_composed_name(classes: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """The images of each class, whose name is in one Unicode form, also if folders have it in several."""
-    images: dict[str, list[str]] = {}
-    for name in classes:
-        images.setdefault(composed(name), []).extend(classes[name])
-    return {name: sorted(images[name]) for name in sorted(images)}
-
-
-def _table(classes: Mapping[str, Sequence[str]], *, categories: bool) -> Table:
-    """The images of some classes, which have names `<category>/<class>` if there are categories."""
-    labels = [name for name in sorted(classes) for _ in classes[name]]
-    paths = [path for name in sorted(classes) for path in classes[name]]
-    kinds = [label.split("/")[0] for label in labels]
-    return Table({"path": paths, "label": labels}).with_columns(category=kinds if categories else None)
 
 
 def _check_classes(value: Any) -> Classes:
@@ -300,36 +287,12 @@ class ImageFolder(ImageDataModule):
             rule, cure = "must be a folder of class folders", cure_of_missing(self.root)
             raise MissingFile(rule, OWNER, "root", got=f"{self.root}, {what}", cure=cure)
         folders = ClassFolders(self.root, categories=self.categories, classes=self.classes)
-        if is_split(self.root):
-            splits = self._find_splits(folders)
+        if not is_split(self.root):
+            table = folders.find(self.root)
             folders.warn()
-        else:
-            classes = folders.find(self.root)
-            folders.warn()
-            splits = self._split_classes(classes)
-        return number_splits({name: _table(found, categories=self.categories) for name, found in splits.items()})
-
-    def _find_splits(self, folders: ClassFolders) -> dict[str, dict[str, list[str]]]:
-        """The images of each class in the folders `train`, `test` and, if it exists, `val`."""
-        names = list(SPLITS)
-        if (self.root / "val").is_dir():
-            names.append("val")
-        entries = list_folder(self.root)
-        folders.add_beside(entries, names)
+            return number_splits(drawn_splits(table, self.test_fraction, self.split_seed))
+        names = [*SPLITS, "val"] if (self.root / "val").is_dir() else list(SPLITS)
+        folders.add_beside(list_folder(self.root), names)
         splits = {name: folders.find(self.root / name) for name in names}
-        for name in names[1:]:
-            shared = sorted(splits["train"].keys() & splits[name].keys())
-            if shared:
-                rule = "classes must be in training or in evaluation, not in both"
-                got = f"{len(shared)} in train and {name}, such as {shared[0]!r}"
-                cure = f"pass root={self.root / 'train'}, whose classes are split by `test_fraction`"
-                raise InvalidValue(rule, OWNER, got=got, cure=cure)
-        return splits
-
-    def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:
-        """Split the classes between training and test."""
-        test = split_by_class("test_fraction", list(classes), self.test_fraction, self.split_seed)
-        splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
-        for name, paths in classes.items():
-            splits["test" if name in test else "train"][name] = paths
-        return splits
+        folders.warn()
+        return number_splits(splits)

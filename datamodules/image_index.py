@@ -127,16 +127,10 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
     Raises:
         ValueError: if no class or every class would be drawn.
     """
-    if len(classes) < 2:
-        got = "none"
-        if classes:
-            got = f"one class, {short_repr(classes[0])}"
-        cure = "give each class a label, or a folder, of its own"
-        raise InvalidValue("must have at least two classes to split", argument=setting, got=got, cure=cure)
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         rule = "must leave at least one class on each side of the split"
-        got = f"{fraction} of {len(classes)} classes"
+        got = f"{fraction} of {len(classes)} classes, such as {short_repr(next(iter(classes), None))}"
         raise InvalidValue(rule, argument=setting, got=got, cure="change it, or add classes")
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]
@@ -151,19 +145,13 @@ def check_no_splits(root: Path, folders: Collection[str], argument: str = "root"
         folders: their names.
         argument: name of the argument with the root, for the message.
     """
-    names = {name.lower(): name for name in folders}
-    queries, galleries = list(filter(names.get, QUERIES)), list(filter(names.get, GALLERIES))
-    if queries and galleries:
-        got = f"{root}, whose folders {names[queries[0]]} and {names[galleries[0]]} hold queries and a gallery"
-        cure = "write a table with the column role, for ImageTable"
-        raise InvalidValue("must contain the folders of classes", argument=argument, got=got, cure=cure)
-    validation = list(filter(names.get, VALIDATION))
-    if "train" in names and validation and "test" not in names:
-        name = names[validation[0]]
-        got = f"{root}, which has train and {name}"
-        cure = f"rename {name} to test if it has other classes, or pass {argument}={root / names['train']}"
+    names = {name.lower() for name in folders}
+    have_roles = not names.isdisjoint(QUERIES) and not names.isdisjoint(GALLERIES)
+    have_validation = "train" in names and "test" not in names and not names.isdisjoint(VALIDATION)
+    if have_roles or have_validation:
         rule = "must contain the folders train and test, or those of classes"
-        raise InvalidValue(rule, argument=argument, got=got, cure=cure)
+        cure = "rename a folder val to test, or write a table with the columns split and role, for ImageTable"
+        raise InvalidValue(rule, argument=argument, got=f"{root} with {', '.join(sorted(folders)[:5])}", cure=cure)
 
 
 def check_test_fraction(test_fraction: float) -> float:

@@ -47,20 +47,16 @@ def check_no_shared_classes(splits: Mapping[str, ImageIndex]) -> None:
             continue
         shared = sorted(train_classes & set(index.names or ()))
         if shared:
-            cure = "." if index.tags is None else "; leave out the labels if only the tags count."
-            raise InvalidValue(
-                f"classes must be in training or in evaluation, not in both, got {len(shared)} in train and {name}, "
-                f"such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}",
-            )
+            where = " and".join(_where_class(part, shared[0]) for part in (train, index))
+            got = f"{len(shared)} in train and {name}, such as {shared[0]!r}{where.removesuffix(' and')}"
+            cure = "split the classes anew, or leave out the labels if only tags count"
+            raise InvalidValue("classes must be in training or in evaluation, not in both", got=got, cure=cure)
 
 
-def _where_class(indices: Sequence[ImageIndex], name: str) -> str:
-    """Return the line of the first image of a class in each of these indices, for an error message."""
-    lines = []
-    for index in indices:
-        label = list(index.names or ()).index(name)
-        lines.append(index.where(int(np.argmax(index.labels == label))))
-    return " and".join(filter(None, lines))
+def _where_class(index: ImageIndex, name: str) -> str:
+    """The line of the first image of a class, for an error message."""
+    label = list(index.names or ()).index(name)
+    return index.where(int(np.argmax(index.labels == label)))
 
 
 def check_no_shared_images(splits: Mapping[str, ImageIndex]) -> None:
@@ -181,7 +177,7 @@ class ImageDataModule(RetrievalDataModule):
             `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
     Raises:
-        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        FileNotFoundError: if `root` does not contain the files.
         ValueError: if a file is not as expected, a class or an image is in both training and evaluation, a split is
             empty, or an argument is invalid.
     """

@@ -14,9 +14,9 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, normalized_path, number_splits
+from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, drawn_splits, normalized_path, number_splits
 from lightning_retrieval.datamodules.table_file import TAG_SEPARATOR, read_table
 from lightning_retrieval.datamodules.table_format import SIDES, ColumnNames, TableFormat
 from lightning_retrieval.files import leaves_root
@@ -166,28 +166,47 @@ def check_splits(table: Table) -> None:
     table.check("split", lambda name: name.lower() in ROLES, rule, cure="write test, and the role in the column role")
 
 
-def splits_of(table: Table, labels: Sequence[Any], test_fraction: float, seed: int) -> list[str]:
-    """The split of each row: that of the column `split`, else drawn by class; distractors belong to the test set.
+def by_split(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:
+    """The table of each split: of the column `split`, else drawn by class. In training, roles stay if they make lists.
 
     Args:
-        table: the table.
-        labels: the label of each row, None for distractors.
+        table: the table, with the column `label`.
         test_fraction: fraction of the classes that form the test set if it is drawn.
         seed: determines which classes form the test set.
     """
-    if "split" not in table:
-        test = split_by_class("test_fraction", list({*labels} - {None}), test_fraction, seed) | {None}
-        return ["test" if label in test else "train" for label in labels]
+    if "split" in table:
+        found = _given_splits(table)
+    else:
+        found = drawn_splits(table, test_fraction, seed)
+    if "role" not in table:
+        return found
+    for name, of_split in list(found.items()):
+        roles = [role for role, label in zip(of_split["role"], of_split["label"]) if label is not None]
+        sides = {side: any(role & ROLES[side] for role in roles) for side in ("query", "gallery")}
+        if name == "train":
+            has_lists = all(sides.values()) and any(role != ROLES["both"] for role in roles)
+            found[name] = of_split.with_columns(role=of_split["role"] if has_lists else None)
+            continue
+        for side, is_there in sides.items():
+            if not is_there:
+                rule = f"must be {side} or both in at least one row of {name!r}"
+                raise InvalidValue(rule, argument="role", got=f"none in {table.file}")
+    return found
+
+
+def _given_splits(table: Table) -> dict[str, Table]:
     check_splits(table)
-    splits: list[str] = table["split"]
-    names = sorted(set(splits))
+    splits = np.array(table["split"])
+    names = sorted(set(table["split"]))
     if "train" not in names or len(names) == 1:
         got = f"{', '.join(map(repr, names))} in {table.file}"
         raise InvalidValue("must have rows of train and of val, test or others", argument="split", got=got)
-    wrong = [row for row, split in enumerate(splits) if split == "train" and labels[row] is None]
+    found = {name: table.chosen(np.flatnonzero(splits == name)) for name in dict.fromkeys(["train", *names])}
+    in_training = found["train"]
+    wrong = [row for row, label in enumerate(in_training["label"]) if label is None]
     if wrong:
-        raise table.error(wrong, "`role` must be query, gallery or both in training", "'distractor'")
-    return splits
+        raise in_training.error(wrong, "`role` must be query, gallery or both in training", "'distractor'")
+    return found
 
 
 def boxes_of(table: Table) -> list[tuple[int, ...]] | None:
@@ -219,28 +238,6 @@ def check_unique_images(table: Table) -> None:
     """Raise if an image is listed twice with the same box. Otherwise, a query would be in its own ranked list."""
     names = ["image", "box"] if "box" in table else ["image"]
     table.check_unique(*names, rule="be different in each row, or have another box")
-
-
-def _by_split(table: Table) -> dict[str, Table]:
-    """The table of each split, without roles in training if they make no lists."""
-    splits = np.array(table["split"])
-    found = {}
-    for name in dict.fromkeys(["train", *sorted(set(table["split"]))]):
-        found[name] = table.chosen(np.flatnonzero(splits == name))
-    if "role" not in table:
-        return found
-    for name, of_split in found.items():
-        roles = [role for role, label in zip(of_split["role"], of_split["label"]) if label is not None]
-        sides = {side: any(role & ROLES[side] for role in roles) for side in ("query", "gallery")}
-        if name == "train":
-            has_lists = all(sides.values()) and any(role != ROLES["both"] for role in roles)
-            found[name] = of_split.with_columns(role=of_split["role"] if has_lists else None)
-            continue
-        for side, is_there in sides.items():
-            if not is_there:
-                rule = f"must be {side} or both in at least one row of {name!r}"
-                raise InvalidValue(rule, argument="role", got=f"none in {table.file}")
-    return found
 
 
 class ImageTable(ImageDataModule):
@@ -342,14 +339,10 @@ class ImageTable(ImageDataModule):
         for name in ("category", "camera"):
             if name in table:
                 table = table.with_columns(**{name: ids_of(table, name)})
-        table = table.with_columns(
-            label=labels,
-            box=boxes_of(table),
-            tags=tags_of(table),
-            split=splits_of(table, labels, self.test_fraction, self.split_seed),
-        )
+        table = table.with_columns(label=labels, box=boxes_of(table), tags=tags_of(table))
         check_unique_images(table)
-        return number_splits(_by_split(table), name_of_class=str if is_labelled else None)
+        splits = by_split(table, self.test_fraction, self.split_seed)
+        return number_splits(splits, name_of_class=str if is_labelled else None)
 
     def _table_path(self) -> Path:
         path = self.table

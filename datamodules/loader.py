@@ -356,19 +356,10 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
         ids: ids of the batch that was loaded, in which unreadable images may be missing.
     """
     images, different = len(set(drawn)), len(set(ids))
-    missing = max(0, len(drawn) - len(ids))
-    if different >= images - missing:
-        return
-    example = ""
-    if not missing:
-        first: dict[int, int] = {}
-        for index, id_ in zip(drawn, ids):
-            if first.setdefault(id_, index) != index:
-                example = f" (id {id_} for the images {first[id_]} and {index} of the data set)"
-                break
-    got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch{example}"
-    cure = "let the data set return the index of each image as its id, or no ids"
-    raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
+    if different < images - max(0, len(drawn) - len(ids)):
+        got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch"
+        cure = "let the data set return the index of each image as its id, or no ids"
+        raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
 
 
 def _difference_of_labels(
@@ -388,47 +379,22 @@ def _difference_of_labels(
     """
     if len(labels) != len(drawn):  # images could not be read, or there are several rows per image
         return None
-    orders = [np.array(drawn)]
+    orders = [list(drawn)]
     if ids is not None and sorted(ids.tolist()) == sorted(drawn):
-        orders.append(ids.numpy())
+        orders.append(ids.tolist())
     for images in orders:
-        found = sampler.classes_of(images.tolist())
-        if found is None:
+        classes = sampler.classes_of(images)
+        if classes is None or any(_are_same_groups(classes, level) for level in labels.numpy().T):
             return None
-        classes = found
-        pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
-        if None in pairs:
-            return None
-    one, other = pairs[0] or (0, 0)
-    finest = labels[:, 0].numpy()
-    verdict = "different classes"
-    if classes[one] == classes[other]:
-        verdict = "one class"
+    groups = len(np.unique(labels[:, 0].numpy()))
     return (
-        f"RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch with "
-        f"{_p_and_k(finest)} where {sampler.name} drew {_p_and_k(classes)}; the images {images[one]} and "
-        f"{images[other]} have the labels {finest[one]} and {finest[other]}, but are of {verdict} for the sampler; "
+        "RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch of "
+        f"{groups} classes, which group its {len(drawn)} images otherwise than the classes that {sampler.name} drew; "
         "give it the labels that the data set returns."
     )
 
 
-def _contradiction(classes: Integers, labels: Integers) -> tuple[int, int] | None:
-    """Find two rows with one class and different labels, or with one label and different classes; else None."""
-    first_of_class: dict[int, int] = {}
-    first_of_label: dict[int, int] = {}
-    for row, (class_, label) in enumerate(zip(classes.tolist(), labels.tolist())):
-        same_class = first_of_class.setdefault(class_, row)
-        same_label = first_of_label.setdefault(label, row)
-        if labels[same_class] != label:
-            return same_class, row
-        if classes[same_label] != class_:
-            return same_label, row
-    return None
-
-
-def _p_and_k(classes: Integers) -> str:
-    counts = np.unique(classes, return_counts=True)[1]
-    of_each = f"{counts.min()}"
-    if counts.min() != counts.max():
-        of_each = f"{counts.min()} to {counts.max()}"
-    return f"P = {len(counts)} classes of K = {of_each} images"
+def _are_same_groups(classes: Integers, labels: Integers) -> bool:
+    """Whether rows have one class exactly where they have one label."""
+    pairs = len(np.unique(np.stack([classes, labels]), axis=1).T)
+    return pairs == len(np.unique(classes)) == len(np.unique(labels))

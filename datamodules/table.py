@@ -17,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, class_numbers, tag_numbers
+from lightning_retrieval.datamodules.image_index import (
+    DISTRACTOR,
+    ImageIndex,
+    class_numbers,
+    split_by_class,
+    tag_numbers,
+)
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.invalid import InvalidValue
 
@@ -302,6 +308,20 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int]:
     if max(map(abs, box)) >= LARGEST_PIXEL or box[0] >= box[2] or box[1] >= box[3]:
         raise ValueError("a box must contain at least one pixel")
     return box
+
+
+def drawn_splits(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:
+    """Split the classes of a table between training and test; distractors belong to the test.
+
+    Args:
+        table: the table, with the column `label`.
+        test_fraction: fraction of the classes that form the test set.
+        seed: determines which classes form the test set.
+    """
+    labels = table["label"]
+    test = split_by_class("test_fraction", list({*labels} - {None}), test_fraction, seed)
+    is_test = np.array([label is None or label in test for label in labels])
+    return {"train": table.chosen(np.flatnonzero(~is_test)), "test": table.chosen(np.flatnonzero(is_test))}
 
 
 def number_splits(

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -19,11 +18,18 @@ from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, digest_of_arrays
-from lightning_retrieval.datamodules.image_table import is_empty, is_written_missing, labels_of, splits_of, tags_of
+from lightning_retrieval.datamodules.image_module import check_no_shared_classes
+from lightning_retrieval.datamodules.image_table import (
+    by_split,
+    is_empty,
+    is_written_missing,
+    labels_of,
+    tags_of,
+)
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
@@ -174,31 +180,19 @@ class TextTable(RetrievalDataModule):
     @owned
     def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
-        if self.table.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {self.table}")
-        if not self.table.is_file():
-            path = self.table.absolute()
-            rule = "must be a CSV or Parquet file"
-            raise MissingFile(rule, argument="table", got=f"{path}, which does not exist")
-        table = read_table(self.table, required=("text", "label"), table_format=self._format)
+        file = check_path("table", self.table, exists=True)
+        table = read_table(file, required=("text", "label"), table_format=self._format)
         table.check("text", is_empty, "not be empty in any row")
         table.check("text", is_written_missing, "not be the text of a missing value")
-        columns = {name: table[name] for name in ("text", "label", "tags", "split") if name in table}
-        table = replace(table, columns={**columns, "path": list(map(str, range(len(table))))})
-        labels = labels_of(table) if "label" in table else list(range(len(table)))
-        splits = np.array(splits_of(table, labels, self.test_fraction, self.split_seed))
-        in_training = {label for label, split in zip(labels, splits) if split == "train"}
-        shared = [row for row, label in enumerate(labels) if splits[row] != "train" and label in in_training]
-        if shared:
-            rule = "a class must be in training or in evaluation, not in both"
-            raise table.error(shared, rule, repr(labels[shared[0]]))
-        name_of_class = str if "label" in table else None
-        table = table.with_columns(label=labels, tags=tags_of(table))
-        names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
-        tables = {name: table.chosen(np.flatnonzero(splits == name)) for name in names}
-        found = number_splits(tables, name_of_class=name_of_class)
+        columns = {name: table.get(name) for name in ("text", "label", "tags", "split")}
+        is_labelled = "label" in table
+        table = replace(table, columns={}).with_columns(**columns, path=list(map(str, range(len(table)))))
+        labels = labels_of(table) if is_labelled else list(range(len(table)))
+        splits = by_split(table.with_columns(label=labels, tags=tags_of(table)), self.test_fraction, self.split_seed)
+        found = number_splits(splits, name_of_class=str if is_labelled else None)
+        check_no_shared_classes(found)
         for index in found.values():
-            index.lines = None
+            index.lines = None  # only errors need the lines, which would be sent to each worker
         return {name: TextSet(index, self.tokenizer) for name, index in found.items()}
 
     @property

@@ -340,7 +340,7 @@ class BoxDataModule(DetectionDataModule):
             `pin_memory`.
 
     Raises:
-        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        FileNotFoundError: if `root` does not contain the files.
         ValueError: if a file is not as expected, a split is missing, or an argument is invalid.
     """
 

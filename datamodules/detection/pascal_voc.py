@@ -110,37 +110,18 @@ def read_annotation(path: Path) -> Objects:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
-    try:
-        tree = ElementTree.parse(path)
-    except FileNotFoundError:
+    if not path.is_file():
         rule = f"the annotation {path} does not exist, but its image is listed"
-        raise MissingFile(rule, cure="unpack the archive again") from None
-    except ElementTree.ParseError as error:
-        line = error.position[0]
-        got = f"an error in line {line} ({error})"
-        cure = "unpack the archive again"
-        raise InvalidValue(f"{path} must be an XML file", got=got, cure=cure) from None
+        raise MissingFile(rule, cure="unpack the archive again")
     boxes, labels, difficult = [], [], []
-    for number, thing in enumerate(tree.getroot().findall("object"), 1):
-        name = thing.findtext("name", "").strip()
-        if name not in CLASSES:
-            got = f"{name!r} in object {number}"
-            raise InvalidValue(f"{path} must name objects of the classes {', '.join(CLASSES)}", got=got)
-        boxes.append(_box(path, number, thing))
-        labels.append(CLASSES.index(name) + 1)
-        difficult.append(thing.findtext("difficult", "0").strip() == "1")
-    return boxes, labels, difficult
-
-
-def _box(path: Path, number: int, thing: ElementTree.Element) -> list[float]:
-    texts = [thing.findtext(f"bndbox/{side}", "") for side in _SIDES]
     try:
-        left, top, right, bottom = map(float, texts)
-    except ValueError:
-        rule = f"{path} must give each object a box of numbers {', '.join(_SIDES)}"
-        raise InvalidValue(rule, got=f"{texts} in object {number}") from None
-    box = [left - 1, top - 1, right, bottom]
-    if box[0] >= box[2] or box[1] >= box[3]:
-        rule = f"{path} must give each object a box with xmin <= xmax and ymin <= ymax"
-        raise InvalidValue(rule, got=f"{texts} in object {number}")
-    return box
+        for thing in ElementTree.parse(path).getroot().findall("object"):
+            labels.append(CLASSES.index(thing.findtext("name", "").strip()) + 1)
+            left, top, right, bottom = (float(thing.findtext(f"bndbox/{side}", "")) for side in _SIDES)
+            boxes.append([left - 1, top - 1, right, bottom])
+            difficult.append(thing.findtext("difficult", "0").strip() == "1")
+    except (ElementTree.ParseError, ValueError) as error:
+        rule = f"{path} must be an annotation of Pascal VOC"
+        got = f"an error in object {len(labels) + 1} ({error})"
+        raise InvalidValue(rule, got=got, cure="unpack the archive again") from None
+    return boxes, labels, difficult

@@ -33,7 +33,7 @@ class CUB200(ImageDataModule):
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        FileNotFoundError: if a list or the folder of images is missing.
         ValueError: if a line lacks a field; if an id is not an integer, occurs twice or is missing in another list; if
             a box is empty or not four finite numbers.
 

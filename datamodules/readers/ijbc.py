@@ -55,7 +55,7 @@ class IJBC(ImageDataModule):
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        FileNotFoundError: if a list or the folder of images is missing.
         ValueError: if a list lacks a column or a line lacks a field; if a subject's id is not an integer, a box is not
             numbers or has no pixels, or a template has two subjects; if no person has enough instances; if the data
             module is used for training.

@@ -36,7 +36,7 @@ class InShop(ImageDataModule):
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        FileNotFoundError: if a list or the folder of images is missing.
         ValueError: if both `boxes` and `high_res` are True; if the header of a list differs, or a line lacks a field;
             if an image occurs twice, has an unknown status, or has no box or an empty box.
 

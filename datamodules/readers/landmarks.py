@@ -118,18 +118,16 @@ class LandmarksClean(ImageDataModule):
         return ""
 
     def _warn_of_missing(self, splits: Mapping[str, Table]) -> None:
-        missing = {split: table["path"].count("") for split, table in splits.items()}
-        total = sum(missing.values())
-        if not total:
-            return
-        sources = [pair for table in splits.values() for pair in zip(table["path"], table["source"])]
-        example = next(source for path, source in sources if not path)
-        counts = ", ".join(f"{missing[split]} of {len(table)} of {split}" for split, table in splits.items())
-        warnings.warn(
-            f"LandmarksClean: skipped {total} images that are not in {self._image_folder(splits.values())} "
-            f"({counts}), such as that of {example}.",
-            stacklevel=3,
-        )
+        missing = []
+        for table in splits.values():
+            missing += [source for path, source in zip(table["path"], table["source"]) if not path]
+        if missing:
+            images = sum(map(len, splits.values()))
+            warnings.warn(
+                f"LandmarksClean: skipped {len(missing)} images that are not in {self._image_folder(splits.values())} "
+                f"(of {images}), such as that of {missing[0]}.",
+                stacklevel=3,
+            )
 
     def _image_folder(self, tables: Iterable[Table]) -> Path:
         """The folder that contains the images of these rows, for messages."""

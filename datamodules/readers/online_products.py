@@ -29,7 +29,7 @@ class StanfordOnlineProducts(ImageDataModule):
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the images are missing; the message suggests where they may be.
+        FileNotFoundError: if a list or the images are missing.
         ValueError: if the header of a list differs or a line lacks a field; if an id is not an integer; if an image
             occurs twice.
 

@@ -303,8 +303,7 @@ class RevisitedOxford(_Revisited):
             `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
     Raises:
-        FileNotFoundError: if the ground truth, the images or the list of distractors is missing; the message suggests
-            where it may be.
+        FileNotFoundError: if the ground truth, the images or the list of distractors is missing.
         ValueError: if the pickle needs anything but plain values and arrays (no code in it is run), has the format of
             the original protocol, or has an invalid value.
         TypeError: if `image_size` is not an integer.

@@ -71,7 +71,7 @@ class VehicleID(ImageDataModule):
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        FileNotFoundError: if a list or the folder of images is missing.
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
             image occurs twice, or a vehicle has no images; for `"reid"`, if no vehicle of a test set has two images.
 
