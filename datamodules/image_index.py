@@ -53,18 +53,21 @@ _STRINGS = {"paths": "ends", "names": "name_ends", "tag_names": "tag_name_ends",
 Result = TypeVar("Result")
 
 
-def _strings(name: str, values: PackedStrings | Sequence[str] | None) -> PackedStrings | None:
+def _optional(convert: Callable[[str, Any], Result], name: str, values: Any) -> Result | None:
+    """A column that an index may lack."""
+    return None if values is None else convert(name, values)
+
+
+def _strings(name: str, values: PackedStrings | Sequence[str]) -> PackedStrings:
     """Strings as `PackedStrings`; raise if they are a single string."""
-    if values is None or isinstance(values, PackedStrings):
+    if isinstance(values, PackedStrings):
         return values
     check_strings(name, values)
     return PackedStrings(values)
 
 
-def _numbers(name: str, values: Any) -> NDArray[Any] | None:
+def _numbers(name: str, values: Any) -> NDArray[Any]:
     """A column of numbers in its type; raise unless it holds integers of its range, and as many as an image has."""
-    if values is None:
-        return None
     dtype, of_image = _COLUMNS[name]
     array = as_array(name, values)
     if array.size and not np.issubdtype(array.dtype, np.integer):
@@ -237,18 +240,18 @@ class ImageIndex:
     ) -> None:
         self.lines = lines
         with owned_by("" if lines else "ImageIndex"):  # a data set whose list was read names itself
-            self.paths: Any = _strings("paths", paths)
-            self.labels: Any = _numbers("labels", labels)
-            self.categories = _numbers("categories", categories)
-            self.levels = _numbers("levels", levels)
-            self.boxes = _numbers("boxes", boxes)
-            self.roles = _numbers("roles", roles)
-            self.instances = _numbers("instances", instances)
-            self.cameras = _numbers("cameras", cameras)
-            self.tags = _numbers("tags", tags)
-            self.names = _strings("names", names)
-            self.tag_names = _strings("tag_names", tag_names)
-            self.texts = _strings("texts", texts)
+            self.paths = _strings("paths", paths)
+            self.labels = _numbers("labels", labels)
+            self.categories = _optional(_numbers, "categories", categories)
+            self.levels = _optional(_numbers, "levels", levels)
+            self.boxes = _optional(_numbers, "boxes", boxes)
+            self.roles = _optional(_numbers, "roles", roles)
+            self.instances = _optional(_numbers, "instances", instances)
+            self.cameras = _optional(_numbers, "cameras", cameras)
+            self.tags = _optional(_numbers, "tags", tags)
+            self.names = _optional(_strings, "names", names)
+            self.tag_names = _optional(_strings, "tag_names", tag_names)
+            self.texts = _optional(_strings, "texts", texts)
             self._check()
 
     def __len__(self) -> int:

@@ -238,17 +238,18 @@ def read_csv(file: Path, delimiter: str = ",") -> Any:
     if not header:
         return pyarrow.table({})
     invalid: list[Any] = []
+
+    def note(row: Any) -> str:
+        invalid.append(row)
+        return "skip"
+
     names = list(map(str, range(len(header))))  # since names may be missing or repeated
     size = min(file.stat().st_size + 1, LARGEST_BLOCK)
     try:
         table = arrow_csv.read_csv(
             file,
             arrow_csv.ReadOptions(column_names=names, use_threads=False, block_size=size),
-            arrow_csv.ParseOptions(
-                delimiter=delimiter,
-                newlines_in_values=True,
-                invalid_row_handler=lambda row: invalid.append(row) or "skip",
-            ),
+            arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
             arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False),
         )
     except pyarrow.ArrowInvalid as error:

@@ -51,8 +51,7 @@ class TextSet(Dataset[dict[str, Any]]):
     @property
     def texts(self) -> PackedStrings:
         """The texts."""
-        texts: PackedStrings = self.index.texts
-        return texts
+        return self.index.texts or PackedStrings([])
 
     @property
     def labels(self) -> Int[Tensor, " item"]:

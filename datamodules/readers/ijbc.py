@@ -98,9 +98,10 @@ class IJBC(ImageDataModule):
         else:
             find_file(self.root, "loose_crop")
             faces = _of_crops(read_list(self.root / CROPS, "image template medium"), self._lists("meta"))
+        if len(faces) == 0:
+            raise InvalidValue("the split 'test' must have at least one image", got=f"none in {self.root}")
         faces = faces.with_columns(instance=list(zip(faces["label"], faces["medium"])))
-        if len(faces):
-            faces = faces.chosen(self._rows_with_enough_instances(faces))
+        faces = faces.chosen(self._rows_with_enough_instances(faces))
         numbers: dict[Any, int] = {}  # of instances, a subject in a medium, in the order of appearance
         instances = [numbers.setdefault(instance, len(numbers)) for instance in faces["instance"]]
         return number_splits({"test": faces.with_columns(instance=instances)})
@@ -148,8 +149,8 @@ def _of_release(files: Sequence[Path]) -> Table:
             stacklevel=3,
         )
     _warn_of_skipped(skipped, "a subject or a box")
-    subjects, paths, media = zip(*boxes) if boxes else ((), (), ())
-    return Table({"path": paths, "label": subjects, "medium": media, "box": list(boxes.values())})
+    columns: dict[str, Any] = dict(zip(("label", "path", "medium"), zip(*boxes)))
+    return Table({**columns, "box": list(boxes.values())})
 
 
 def _of_crops(crops: Table, files: Sequence[Path]) -> Table:

@@ -210,9 +210,9 @@ class _Revisited(ImageDataModule):
         num_gallery, num_queries = len(truth.images) + len(distractors), len(truth.queries)
         roles = [ROLES["gallery"]] * len(truth.images) + [ROLES["distractor"]] * len(distractors)
         database, queries = ([f"{folder}/{name}.jpg" for name in names] for names in (truth.images, truth.queries))
-        columns = {
+        columns: dict[str, Any] = {
             "path": database + distractors + queries,
-            "label": [None] * num_gallery + list(range(num_queries)),
+            "label": [*[None] * num_gallery, *range(num_queries)],
             "role": roles + [ROLES["query"]] * num_queries,
         }
         if self.crop_queries:
