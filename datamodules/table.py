@@ -344,23 +344,19 @@ def number_splits(
     for split, table in splits.items():
         if len(table) == 0:
             raise InvalidValue(f"the split {split!r} must have at least one image", got=f"none in {table.file}")
-    numbered = {name: _common_numbers(splits, name) for name in common}
     tags, tag_names = _common_tags(splits)
     found = {}
     for split, table in splits.items():
         columns: dict[str, Any] = {"tags": tags.get(split), "tag_names": tag_names}
         for name, argument in _NUMBERED.items():
-            numbers = numbered.get(name) or _common_numbers({split: table}, name)
-            columns[argument] = numbers.get(split)
+            columns[argument] = _numbers_of(splits if name in common else {split: table}, name).get(split)
         for name, argument in _GIVEN.items():
             columns[argument] = table.get(name)
-        labels, classes = _class_numbers(table["label"])
-        if "label" in common:
-            every, classes = class_numbers([label for of_split in splits.values() for label in of_split["label"]])
-            labels = _of_split(every, splits)[split]
+        alike = splits if "label" in common else {split: table}
+        numbers, classes = _class_numbers([label for other in alike.values() for label in other["label"]])
         names = None if name_of_class is None else list(map(name_of_class, classes))
         lines = None if table.file is None else table
-        found[split] = ImageIndex(table["path"], labels, names=names, lines=lines, **columns)
+        found[split] = ImageIndex(table["path"], _of_split(numbers, alike)[split], names=names, lines=lines, **columns)
     return found
 
 
@@ -380,7 +376,7 @@ def _of_split(values: NDArray[np.int64], splits: Mapping[str, Table]) -> dict[st
     return dict(zip(splits, np.split(values, ends[:-1])))
 
 
-def _common_numbers(splits: Mapping[str, Table], name: str) -> dict[str, NDArray[np.int64]]:
+def _numbers_of(splits: Mapping[str, Table], name: str) -> dict[str, NDArray[np.int64]]:
     """The numbers of a column in each split; empty if the splits do not have it."""
     if not all(name in table for table in splits.values()):
         return {}
