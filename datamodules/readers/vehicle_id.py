@@ -118,7 +118,8 @@ class VehicleID(ImageDataModule):
     @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of the lists or, with `select_by_vid`, of `img2vid.txt`."""
-        lists = {"train": "train_list", **{size: f"test_list_{NUM_VEHICLES[size]}" for size in self.sizes}}
+        lists = {"train": "train_list"}
+        lists |= {size: f"test_list_{NUM_VEHICLES[size]}" for size in self.sizes}
         return number_splits({split: self._table(split, f"{LISTS}/{name}.txt") for split, name in lists.items()})
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
