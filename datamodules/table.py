@@ -28,7 +28,7 @@ from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.invalid import InvalidValue
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
-LARGEST_BLOCK = 1 << 30  # bytes of a CSV file that are parsed at a time; no row may be larger
+LARGEST_BLOCK = 1 << 26  # bytes of a CSV file that are parsed at a time; no row may be larger
 # A quote that is not closed in its line joins rows, and Arrow takes one after a space for a part of the value.
 _STRAY_QUOTE = r'[\r\n\x00]|^\s+"'
 # Columns of a table, and the arguments of `ImageIndex` that hold them as they are.
@@ -134,12 +134,13 @@ class Table:
     def parsed(self, name: str, parse: Callable[[Any], Any]) -> list[Any]:
         """The values of a column as a function returns them, whose errors name the line."""
         values = self[name]
-        found = []
-        for row, value in enumerate(values):
-            try:
+        found: list[Any] = []
+        try:
+            for value in values:
                 found.append(parse(value))
-            except (ValueError, OverflowError) as error:
-                raise self.error([row], f"`{name}` cannot be read", f"{short_repr(value)} ({error})") from None
+        except (ValueError, OverflowError) as error:
+            row = len(found)
+            raise self.error([row], f"`{name}` cannot be read", f"{short_repr(values[row])} ({error})") from None
         return found
 
 
@@ -195,24 +196,23 @@ def read_list(file: Path, names: str, *, header: bool = False, skip: int = 0, mo
         ValueError: if the header differs, a line has another number of fields, or there is no row.
     """
     wanted = names.split()
-    columns: list[list[str]] = [[] for _ in wanted]
-    rows = itertools.islice(enumerate(text_lines(file), 1), skip, None)
+    values: list[str] = []  # of all rows, one after another
+    lines = itertools.islice(text_lines(file), skip, None)
     if header:
-        number, line = next(rows, (skip + 1, ""))
+        line = next(lines, "")
         if line.split() != wanted:
-            raise InvalidValue(f"line {number} of {file} must be the header {names!r}", got=repr(line.strip()))
-    for number, line in rows:
-        fields = line.split()
-        if not fields:
+            raise InvalidValue(f"line {skip + 1} of {file} must be the header {names!r}", got=repr(line.strip()))
+    for line in lines:
+        fields = [line.strip()] if len(wanted) == 1 else line.split()
+        if not fields or not fields[0]:
             continue
-        if len(wanted) == 1:
-            fields = [line.strip()]
         if len(fields) < len(wanted) or (len(fields) > len(wanted) and not more):
+            number = _line_number(file, skip + header + len(values) // len(wanted))
             got = short_repr(line.strip())
             raise InvalidValue(f"line {number} of {file} must have the fields {', '.join(wanted)}", got=got)
-        for column, field in zip(columns, fields):
-            column.append(field)
-    table = Table(dict(zip(wanted, columns)), file, header=skip + header)
+        values += fields[: len(wanted)] if more else fields
+    columns = {name: values[position :: len(wanted)] for position, name in enumerate(wanted)}
+    table = Table(columns, file, header=skip + header)
     if len(table) == 0:
         raise InvalidValue(f"{file} must list at least one image", got="none")
     return table

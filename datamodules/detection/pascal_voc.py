@@ -9,7 +9,7 @@ from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table import read_list
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, reported_as
 from lightning_retrieval.paths import find_file
 
 Year = Literal["VOC2007", "VOC2012"]
@@ -18,6 +18,8 @@ CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
+
+LABELS = {name: label for label, name in enumerate(CLASSES, 1)}
 
 # (number of images, number of objects that are not difficult)
 TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
@@ -83,10 +85,11 @@ class PascalVOC(BoxDataModule):
         paths = [path for set_paths, _ in train for path in set_paths]
         objects = [image for _, set_objects in train for image in set_objects]
         test_paths, test_objects = self._read_set("VOC2007", "test")
-        return {
-            "train": BoxIndex(paths, objects, class_names=CLASSES),
-            "test": BoxIndex(test_paths, test_objects, class_names=CLASSES),
-        }
+        with reported_as("PascalVOC"):
+            return {
+                "train": BoxIndex(paths, objects, class_names=CLASSES),
+                "test": BoxIndex(test_paths, test_objects, class_names=CLASSES),
+            }
 
     def _read_set(self, year: str, name: str) -> tuple[list[str], list[Objects]]:
         """Paths of the images of a set, relative to the root, and their objects."""
@@ -116,12 +119,12 @@ def read_annotation(path: Path) -> Objects:
     boxes, labels, difficult = [], [], []
     try:
         for thing in ElementTree.parse(path).getroot().findall("object"):
-            labels.append(CLASSES.index(thing.findtext("name", "").strip()) + 1)
+            labels.append(LABELS[thing.findtext("name", "").strip()])
             left, top, right, bottom = (float(thing.findtext(f"bndbox/{side}", "")) for side in _SIDES)
             boxes.append([left - 1, top - 1, right, bottom])
             difficult.append(thing.findtext("difficult", "0").strip() == "1")
-    except (ElementTree.ParseError, ValueError) as error:
+    except (ElementTree.ParseError, ValueError, KeyError) as error:
         rule = f"{path} must be an annotation of Pascal VOC"
-        got = f"an error in object {len(labels) + 1} ({error})"
+        got = f"one that cannot be read ({error!r})"
         raise InvalidValue(rule, got=got, cure="unpack the archive again") from None
     return boxes, labels, difficult

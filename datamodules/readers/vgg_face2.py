@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,10 +84,10 @@ class VGGFace2(ImageDataModule):
         else:
             file = find_file(self.root, f"meta/{split}_list.txt", f"{split}_list.txt")
             table = read_list(file, "path")
-            table = table.with_columns(path=table.parsed("path", lambda path: _below_root(path, split)))
+            table = table.with_columns(path=table.parsed("path", partial(_below_root, split)))
             table.check_unique("path")
         boxes = self._boxes(split, table["path"]) if self.boxes else None
-        return table.with_columns(label=[sys.intern(path.split("/")[1]) for path in table["path"]], box=boxes)
+        return table.with_columns(label=[sys.intern(path.split("/", 2)[1]) for path in table["path"]], box=boxes)
 
     def _of_folder(self, split: str) -> Table:
         """All images in the folders of people."""
@@ -107,18 +109,23 @@ class VGGFace2(ImageDataModule):
 
         name = f"loose_bb_{split}.csv"
         file = find_file(self.root, f"bb_landmark/{name}", f"meta/bb_landmark/{name}", name)
-        every = read_csv_list(file, BOX_COLUMNS)
-        stems = pyarrow.array([path.split("/", 1)[1].rpartition(".")[0] for path in paths])
-        table = every.chosen(np.flatnonzero(compute.is_in(every.columns["NAME_ID"], stems)))
+        table = read_csv_list(file, BOX_COLUMNS)
         x, y, width, height = (_integers(table, side) for side in BOX_COLUMNS[1:])
         boxes = np.stack([x, y, x + width, y + height], 1)
-        _check_boxes(table, boxes)
-        rows = compute.index_in(stems, table.columns["NAME_ID"].combine_chunks())
+        below_split = compute.utf8_slice_codeunits(pyarrow.array(paths), len(split) + 1)
+        stems = compute.replace_substring_regex(below_split, r"\.[^.]*$", "")
+        names = table.columns["NAME_ID"].combine_chunks()
+        _check_one_box_each(table, boxes, compute.is_in(names, stems))
+        rows = compute.index_in(stems, names)
         if rows.null_count:
             first = rows.is_null().index(True).as_py()
             got = f"none for {rows.null_count} images, such as {paths[first]}"
             raise InvalidValue(f"{file} must have a box for each image of {split}", got=got)
         found: NDArray[np.int64] = boxes[rows.to_numpy()]
+        empty = np.flatnonzero((found[:, 2] <= found[:, 0]) | (found[:, 3] <= found[:, 1])).tolist()
+        if empty:
+            row = rows[empty[0]].as_py()
+            raise table.error([row], "`boxes` must contain at least one pixel", boxes[row].tolist())
         return found
 
 
@@ -133,26 +140,25 @@ def _integers(table: Table, name: str) -> NDArray[np.int64]:
     return numbers
 
 
-def _check_boxes(table: Table, boxes: NDArray[np.int64]) -> None:
-    """Raise if a box contains no pixel, or an image has several different boxes."""
-    left, top, right, bottom = boxes.T
-    empty = np.flatnonzero((right <= left) | (bottom <= top)).tolist()
-    if empty:
-        raise table.error(empty, "`boxes` must contain at least one pixel", boxes[empty[0]].tolist())
+def _check_one_box_each(table: Table, boxes: NDArray[np.int64], is_used: Any) -> None:
+    """Raise if an image has several different boxes; images that are not used do not count."""
     names = table.columns["NAME_ID"].combine_chunks().dictionary_encode()
     if len(names.dictionary) == len(names):
         return
     _, first_of_name, name = np.unique(names.indices.to_numpy(), return_index=True, return_inverse=True)
-    second = np.flatnonzero((boxes != boxes[first_of_name][name]).any(1)).tolist()
+    differs = (boxes != boxes[first_of_name][name]).any(1) & is_used.to_numpy(zero_copy_only=False)
+    second = np.flatnonzero(differs).tolist()
     if second:
         first = int(first_of_name[name[second[0]]])
         got = f"several for {table['NAME_ID'][first]} in {table.where(first)} and {table.where(second[0])}"
         raise InvalidValue("`boxes` must be one for each image", got=got)
 
 
-def _below_root(path: str, split: str) -> str:
+def _below_root(split: str, path: str) -> str:
     """The path of an image that is listed as `<person>/<image>` or with the split before it."""
-    *folders, person, image = ["", *path.split("/")]
-    if folders not in ([""], ["", split]) or not person:
-        raise ValueError(f"it must be <person>/<image> or {split}/<person>/<image>")
-    return f"{split}/{person}/{image}"
+    folders = path.count("/")
+    if folders == 1 and not path.startswith("/"):
+        return f"{split}/{path}"
+    if folders == 2 and path.startswith(f"{split}/"):
+        return path
+    raise ValueError(f"it must be <person>/<image> or {split}/<person>/<image>")

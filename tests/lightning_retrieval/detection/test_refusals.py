@@ -158,7 +158,7 @@ TABLE = {
         (lambda: voc("</object>", "</thing>"), InvalidValue, "", "000000.xml"),
         (lambda: voc("dog", "sofabed"), InvalidValue, "", "sofabed"),
         (lambda: voc("<xmin>2<", "<xmin>two<"), InvalidValue, "", "two"),
-        (lambda: voc("<xmax>15<", "<xmax>1<"), InvalidValue, "", "object 1"),
+        (lambda: voc("<xmax>15<", "<xmax>1<"), InvalidValue, "objects", "000000.jpg"),
     ],
     "GlyphScenes": [
         (lambda: GlyphScenes(num_classes=43), InvalidValue, "num_classes"),
