@@ -63,8 +63,8 @@ class CUB200(ImageDataModule):
     @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of `images.txt`, joined with the other lists by image id."""
-        find_file(self.root, "images")
         images = read_list(find_file(self.root, "images.txt"), "image_id path")
+        find_file(self.root, "images")
         images.check_unique("image_id")
         images.check_unique("path")
         ids = images.parsed("image_id", int)
