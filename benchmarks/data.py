@@ -7,7 +7,7 @@ decoded, transformed as for training (short side 256, random crop 224, flip) and
 done by the training process, with the stated number of threads, or by workers with one thread each, which have been
 started before.
 
-Indexing: lists like those of VGGFace2 are read, with and without their loose boxes, and again from the cached index.
+Indexing: lists like those of VGGFace2 are read, with and without their loose boxes.
 The memory is the peak above the memory used before. This takes about four minutes on two cores.
 """
 
@@ -65,15 +65,11 @@ def write_lists(root: Path, pictures: int) -> None:
         with (root / "bb_landmark" / f"loose_bb_{split}.csv").open("w") as lines:
             lines.write("NAME_ID,X,Y,W,H\n")
             lines.writelines(f'"{stem}",-3,12,{100 + i % 50},140\n' for i, stem in enumerate(stems(split, pictures)))
-        # The cache is used if the first image is still where it was.
-        first = root / split / f"{next(stems(split, pictures))}.jpg"
-        first.parent.mkdir(parents=True)
-        first.touch()
 
 
-def indexing(root: Path, boxes: bool, cache: Path | None) -> Callable[[], int]:
+def indexing(root: Path, boxes: bool) -> Callable[[], int]:
     """Return a function that indexes both splits."""
-    return lambda: sum(map(len, VGGFace2(root, boxes=boxes, cache_dir=cache).splits.values()))
+    return lambda: sum(map(len, VGGFace2(root, boxes=boxes).splits.values()))
 
 
 def main() -> None:
@@ -99,20 +95,18 @@ def main() -> None:
         root = Path(name)
         write_lists(root, 1 if quick else PICTURES)
         for boxes in (False, True):
-            cases = {"indexing": None, "cached index": root / "cache"}
-            functions = {what: indexing(root, boxes, cache) for what, cache in cases.items()}
-            functions["cached index"]()  # creates the cache
-            timings = interleaved(functions, 1 if quick else 3, "cpu", warm_up=0)
-            for what, cache in cases.items():
-                rows.append(
-                    {
-                        "what": f"{what}, boxes" if boxes else what,
-                        "images": sum(PEOPLE.values()) * (1 if quick else PICTURES),
-                        "time": timings[what],
-                        "images per second": sum(PEOPLE.values()) * (1 if quick else PICTURES) / timings[what].median,
-                        "added MiB": peak_added_memory(indexing, "cpu", root, boxes, cache) / MIB,
-                    }
-                )
+            what = "indexing, boxes" if boxes else "indexing"
+            timing = interleaved({what: indexing(root, boxes)}, 1 if quick else 3, "cpu", warm_up=0)[what]
+            images = sum(PEOPLE.values()) * (1 if quick else PICTURES)
+            rows.append(
+                {
+                    "what": what,
+                    "images": images,
+                    "time": timing,
+                    "images per second": images / timing.median,
+                    "added MiB": peak_added_memory(indexing, "cpu", root, boxes) / MIB,
+                }
+            )
     title = "Reading and indexing images; median (lowest to highest)"
     report(title, environment("cpu", "torchvision", "pillow", "numpy"), rows, options.json)
 

@@ -81,9 +81,6 @@ class ListedImages(ImageDataModule):
         super().__init__(notes, classes_per_batch=32, samples_per_class=4, **settings)
         self.count = count
 
-    def sources(self) -> list[Path]:
-        return [Path(__file__)]
-
     def read(self) -> dict[str, ImageIndex]:
         parts = []
         for begin in range(0, self.count, BLOCK):

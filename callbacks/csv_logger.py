@@ -17,10 +17,10 @@ from lightning_retrieval.backend import (
     rank_zero_only,
 )
 from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_damage, saved_at
-from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.paths import check_path
 
 
 def run_folder(trainer: Any) -> Path:

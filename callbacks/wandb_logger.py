@@ -19,7 +19,7 @@ from lightning_retrieval.backend import (
 )
 from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checkpoints import is_checkpoint, saved_at
-from lightning_retrieval.checks import check_path
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.training.restored_states import is_within
 
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")

@@ -20,23 +20,18 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, Several, checked
 from lightning_retrieval.backend import TrainerFn
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
-from lightning_retrieval.datamodules.loader import (
-    RetrievalDataLoader,
-    check_workers_can_transform,
-    loader_settings,
-    training_loader,
-)
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.datamodules.samplers.tags import TagSampler
 from lightning_retrieval.distributed import together
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.models.sides import Side
 from lightning_retrieval.random_state import seed_or_default
@@ -103,16 +98,6 @@ def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
 
 
 SamplerName = Literal["pk", "category", "all_classes", "tags"]
-
-
-def check_sampler(sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
-    """Return `sampler` unchanged; raise an error unless it is a known name or a `GlobalBatchSampler`."""
-    is_name = isinstance(sampler, str) and sampler in get_args(SamplerName)
-    if isinstance(sampler, GlobalBatchSampler) or is_name:
-        return sampler
-    names = ", ".join(map(repr, get_args(SamplerName)))
-    kind = InvalidValue if isinstance(sampler, str) else InvalidType
-    raise kind(f"must be one of {names}, or a GlobalBatchSampler", argument="sampler", got=short_repr(sampler))
 
 
 @runtime_checkable
@@ -189,9 +174,9 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         persistent_workers: whether workers stay alive between epochs; None means True if there are workers.
 
     Raises:
-        ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
-            workers; when training begins, if P, K or the sampler do not fit the training set.
-        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
+        ValueError: if a number is out of its range, or `sampler` is neither a name nor a `GlobalBatchSampler`; when
+            training begins, if P, K or the sampler do not fit the training set.
+        TypeError: if a number is not an integer.
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
@@ -221,15 +206,11 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.eval_batch_size = checked(self, eval_batch_size=eval_batch_size)
         self.num_workers = checked(self, num_workers=num_workers)
         self.seed = seed_or_default(checked(self, seed=seed))
-        with owned_by(type(self).__name__):
-            self.sampler = check_sampler(sampler)
+        self.sampler = sampler
+        if not isinstance(sampler, GlobalBatchSampler):
+            self.sampler = check_choice("sampler", sampler, get_args(SamplerName), owner=type(self).__name__)
         self.pin_memory = pin_memory
         self.persistent_workers = persistent_workers
-        if self.persistent_workers and not self.num_workers:
-            rule = "needs workers"
-            raise InvalidValue(
-                rule, type(self).__name__, "persistent_workers", got="num_workers=0", cure="set it to 1 or more"
-            )
         self._images_of_run: dict[str, Any] | None = None
 
     @property
@@ -350,9 +331,6 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
         """The common arguments of the loaders for training and for evaluation."""
-        if self.num_workers > 0:
-            with owned_by(type(self).__name__):
-                check_workers_can_transform(dataset)
         return loader_settings(
             self.num_workers,
             pin_memory=self.pin_memory,

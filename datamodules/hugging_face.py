@@ -4,30 +4,23 @@ The data set is on the hub, in a folder that `save_to_disk` has written, or in P
 """
 
 import io
-import itertools
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_retrieval.arguments import Seed, checked
-from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import (
-    ImageIndex,
-    check_test_fraction,
-    class_numbers,
-    split_by_class,
-    tag_numbers,
-)
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
@@ -48,7 +41,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         ValueError: if the data set cannot be read.
     """
     datasets = _import_datasets()
-    local = Path(path).expanduser()
+    local = check_path("path", path, owner=OWNER)
     looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
     if looks_local and not local.exists():
         raise MissingFile("must be an existing folder or file", OWNER, "path", got=path)
@@ -143,19 +136,16 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     # a selection of rows.
     values = dataset.select_columns([name])[name][:]
     class_names = getattr(dataset.features[name], "names", None)
+    found = []
     for row, value in enumerate(values):
         is_class = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
-        if not is_class or (class_names is not None and value == -1):
+        is_missing = value == -1 if class_names is not None else not str(value).strip()
+        if not is_class or is_missing:
+            rule = "must be a column with an integer or text in each row"
             got = f"{short_repr(value)} in row {row} of {split}, column {name!r}"
-            raise InvalidValue("must be a column with an integer or text in each row", OWNER, setting, got=got)
-    if class_names is not None:
-        values = [class_names[value] for value in values]
-    for row, value in enumerate(values):
-        if isinstance(value, str) and not value.strip():
-            rule = "must not be empty in any row"
-            got = f"{value!r} in row {row} of {split}, column {name!r}"
             raise InvalidValue(rule, OWNER, setting, got=got, cure="remove these rows, or give them a class")
-    return list(map(_composed, values))
+        found.append(_composed(value if class_names is None else class_names[value]))
+    return found
 
 
 def _composed(name: Any) -> Any:
@@ -217,12 +207,10 @@ class HuggingFaceSet(ImageSet):
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
-        """Return the encoded image: its bytes, or the path of its file.
-
-        The data set may give this path relative to its own folder.
+        """Return the encoded image: its bytes, or the path of its file, which may be relative to the data set's folder.
 
         Raises:
-            ValueError: if the row has no image.
+            ValueError: if the row has no image, or a relative path leads out of the folder.
         """
         split, _, row = self.index.paths[position].rpartition("/")
         image = self.tables[split][int(row)][self.image_column]
@@ -231,9 +219,12 @@ class HuggingFaceSet(ImageSet):
         if image["bytes"] is not None:
             return io.BytesIO(image["bytes"])
         path = Path(image["path"])
-        if path.is_absolute() or path.exists():
+        if path.is_absolute():
             return path
-        return self.root / path
+        if leaves_root(image["path"]):
+            raise ValueError(f"its path {image['path']!r} leads out of the folder of the data set")
+        folder = self.root.parent if self.root.is_file() else self.root
+        return folder / path
 
 
 class HuggingFaceImages(ImageDataModule):
@@ -298,7 +289,6 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
-        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = config
@@ -339,76 +329,31 @@ class HuggingFaceImages(ImageDataModule):
     @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
-        labels = {}
-        for name, table in self.tables.items():
-            if self.label_column is None:
-                labels[name] = [f"{name}/{row}" for row in range(len(table))]
-            else:
-                labels[name] = values_of(table, "label_column", self.label_column, name)
+        tables = {name: self._table(name) for name in self.tables}
         evaluation_only = self.split_names is not None and "train" not in self.split_names
-        if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
-            return self._given_splits(labels)
-        classes = set[Any]().union(*labels.values())
-        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
-        of_test = split_by_class("test_fraction", list(classes), fraction, self.split_seed)
-        in_test, in_train = {}, {}
-        for name, values in labels.items():
-            in_test[name] = np.array([value in of_test for value in values])
-            in_train[name] = ~in_test[name]
-        return {"train": self._index(in_train, labels), "test": self._index(in_test, labels)}
+        if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
+            splits = {use: tables[name] for use, name in (self.split_names or _splits_by_use(tables)).items()}
+        else:
+            names = next(iter(tables.values())).columns
+            joined = {name: [value for table in tables.values() for value in table[name]] for name in names}
+            splits = drawn_splits(Table(joined), self.test_fraction or _DEFAULT_TEST_FRACTION, self.split_seed)
+        # Each split numbers the categories for itself.
+        name_of_class = None if self.label_column is None else str
+        return number_splits(splits, common=(), name_of_class=name_of_class)
 
-    def _given_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
-        """The index of each split of the data set."""
-        names = self.split_names or _splits_by_use(self.tables)
-        splits = {}
-        for use, name in names.items():
-            splits[use] = self._index({name: np.ones(len(labels[name]), bool)}, labels)
-            if use == "train" or "train" not in names:
-                continue
-            shared = set(labels[name]) & set(labels[names["train"]])
-            if shared:
-                rule = "classes must be in training or in evaluation, not in both"
-                got = f"{len(shared)} in the splits train and {use}, such as {min(shared)!r}"
-                raise InvalidValue(rule, OWNER, got=got, cure="set test_fraction=0.5, which splits the classes")
-        return splits
-
-    def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
-        """Create one index of the chosen rows of all these splits."""
-        paths: list[str] = []
-        classes: list[Any] = []
-        categories: list[Any] = []
-        tags: list[NDArray[np.int64]] = []
-        tags_of_table, tag_names = self._tags
-        for name, mask in chosen.items():
-            paths += [f"{name}/{row}" for row in np.flatnonzero(mask).tolist()]
-            classes += itertools.compress(labels[name], mask)
-            if self.category_column is not None:
-                values = values_of(self.tables[name], "category_column", self.category_column, name)
-                categories += itertools.compress(values, mask)
-            if self.tag_column is not None:
-                tags.append(tags_of_table[name][mask])
-        numbers, names = class_numbers(classes)
-        columns: dict[str, Any] = {}
+    def _table(self, name: str) -> Table:
+        """The rows of a split; the path of an image is its split and its row."""
+        rows = self.tables[name]
+        paths = [f"{name}/{row}" for row in range(len(rows))]
+        labels: list[Any] = paths
         if self.label_column is not None:
-            columns["names"] = names
+            labels = values_of(rows, "label_column", self.label_column, name)
+        categories = tags = None
         if self.category_column is not None:
-            columns["categories"] = class_numbers(categories)[0]
+            categories = values_of(rows, "category_column", self.category_column, name)
         if self.tag_column is not None:
-            columns |= {"tags": np.concatenate(tags), "tag_names": tag_names}
-        return ImageIndex(paths, numbers, **columns)
-
-    @cached_property
-    def _tags(self) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
-        """The tag numbers of each split of the data set, which share the numbering, and the names of the tags."""
-        if self.tag_column is None:
-            return {}, []
-        tags: list[list[Any]] = []
-        ends: list[int] = []
-        for name, table in self.tables.items():
-            tags += tags_of(table, self.tag_column, name)
-            ends.append(len(tags))
-        numbers, names = tag_numbers(tags)
-        return dict(zip(self.tables, np.split(numbers, ends[:-1]))), names
+            tags = tags_of(rows, self.tag_column, name)
+        return Table({"path": paths, "label": labels}).with_columns(category=categories, tags=tags)
 
     def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
         """Create the dataset of the rows of an index."""

@@ -2,20 +2,20 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
+from lightning_retrieval.paths import cure_of_missing
 from lightning_retrieval.preparation.decoding import (
     FolderEntries,
     image_suffixes,
@@ -26,12 +26,10 @@ from lightning_retrieval.preparation.decoding import (
 
 OWNER = "ImageFolder"
 SPLITS = ("train", "test")
-LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # of an ImageFolder of Hugging Face
 CLASSES = ("deepest", "top")
 MOST_DEPTH = 100  # of the folder of a class
 CURE = (
-    'classes="deepest" makes a class of each folder that contains images, classes="top" of each folder in the root '
-    "with all that is in it, and a number of each folder at this depth"
+    "images lie as <class>/<image>, with categories=True as <category>/<class>/<image>, and with `classes` at any depth"
 )
 
 Classes = Literal["deepest", "top"] | int | None
@@ -71,8 +69,8 @@ class ClassFolders:
     empty: list[str] = field(default_factory=list)
     suffixes: frozenset[str] = field(default_factory=image_suffixes)
 
-    def find(self, top: Path) -> dict[str, list[str]]:
-        """Return the images of each class below the folder `top`, in the order of the class names.
+    def find(self, top: Path) -> Table:
+        """Return the images of the classes below the folder `top`, in the order of the class names and the paths.
 
         Raises:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
@@ -86,33 +84,17 @@ class ClassFolders:
             class_folders = []
             classes = self._read_at_any_depth(top)
         if classes:
-            return _by_composed_name(classes)
-        cure = self._cure(top, class_folders)
+            images = sorted((composed(name), path) for name, paths in classes.items() for path in paths)
+            labels, paths = zip(*images)
+            kinds = [label.split("/")[0] for label in labels] if self.categories else None
+            return Table({"path": paths, "label": labels}).with_columns(category=kinds)
         rule = f"must contain images as {self._wanted}, which {top} does not"
-        raise InvalidValue(rule, "ImageFolder", "root", cure=cure)
+        raise InvalidValue(rule, OWNER, "root", got=self._elsewhere() or "no image", cure=CURE)
 
-    def cure_of_one_class(self, classes: Mapping[str, Sequence[str]]) -> str:
-        """A suggestion for the user if there is only one class; "" if there are others, or no images for others.
-
-        Args:
-            classes: the images of each class, as `find` returns them.
-        """
-        if len(classes) != 1:
-            return ""
-        ((name, images),) = classes.items()
-        depth = 1 + name.count("/")
-        folders: set[str] = set()  # in the folder of the class
-        for image in images:
-            folders.update(image.split("/")[depth:-1][:1])
-        if len(folders) > 1:
-            return f"if the {len(folders):,} folders in it are the classes, pass root={self.root / name}"
-        sentences = []
-        for place, unread in self.unread.items():
-            cure = ""
-            if place == self._deeper:
-                cure = f": {CURE}"
-            sentences.append(f"{len(unread):,} more images lie {place}, such as {unread[0]}{cure}")
-        return "; ".join(sentences)
+    def _elsewhere(self) -> str:
+        """The images that were found elsewhere than in class folders."""
+        places = [f"{len(images):,} {place}, such as {images[0]}" for place, images in self.unread.items()]
+        return ", and ".join(places)
 
     def add_beside(self, entries: FolderEntries, names: Sequence[str]) -> None:
         """Record what lies beside the folders of the splits.
@@ -140,28 +122,17 @@ class ClassFolders:
         classes: dict[str, list[str]] = {}
         inner: list[Path] = []
         for folder in class_folders:
-            images, inner_folders = self._images_of_class(folder)
-            inner += inner_folders
-            if images:
-                classes[folder.relative_to(top).as_posix()] = images
+            entries = list_folder(folder)
+            inner += entries.folders
+            self._sort_files(entries, classes.setdefault(folder.relative_to(top).as_posix(), []))
         deeper: list[str] = []
         self._walk(inner, class_folders, deeper)
-        self._add_unread(self._deeper, deeper)
-        with_images = set(classes)
-        for path in deeper:
-            with_images.add("/".join((self.root / path).relative_to(top).parts[: 1 + self.categories]))
-        for folder in class_folders:
-            if folder.relative_to(top).as_posix() not in with_images:
-                self.empty.append(self._relative(folder))
-        return classes
-
-    @property
-    def _deeper(self) -> str:
-        return f"deeper than {self._wanted}"
-
-    @property
-    def _higher(self) -> str:
-        return f"higher than {self._wanted}"
+        self._add_unread(f"deeper than {self._wanted}", deeper)
+        for name, images in classes.items():
+            inside = f"{self._relative(top / name)}/"
+            if not images and not any(path.startswith(inside) for path in deeper):
+                self.empty.append(inside.rstrip("/"))
+        return {name: images for name, images in classes.items() if images}
 
     def _add_unread(self, place: str, images: list[str]) -> None:
         if images:
@@ -184,10 +155,10 @@ class ClassFolders:
             parts = folder.relative_to(top).parts
             depth = len(parts) if self.classes == "deepest" else depth_of(self.classes)
             if not parts or len(parts) < depth:
-                self._add_unread(self._higher, images)
+                self._add_unread(f"higher than {self._wanted}", images)
             elif images:
                 classes.setdefault("/".join(parts[:depth]), []).extend(images)
-        return {name: sorted(classes[name]) for name in sorted(classes)}
+        return classes
 
     def _sort_files(self, entries: FolderEntries, images: list[str]) -> None:
         """Add the images of a folder to a list, and record its other files as ignored."""
@@ -197,26 +168,16 @@ class ClassFolders:
             kind.append(self._relative(file))
 
     def warn(self) -> None:
-        """Issue one warning about all ignored files and folders, and one about all empty folders."""
-        if self.ignored:
-            warnings.warn(
-                f"ImageFolder: ignored files in {self.root} that are no images: "
-                f"{len(self.ignored):,}, such as {self.ignored[0]} ({shown_suffixes(self.ignored)}).",
-                stacklevel=3,
-            )
+        """Issue a warning for each kind of file and folder that is not read."""
+        findings = {"ignored files in {root} that are no images": self.ignored}
         for place, images in self.unread.items():
-            cure = f"; {CURE}" if place == self._deeper else ""
-            warnings.warn(
-                f"ImageFolder: images in {self.root} that are not read, because they lie {place}: {len(images):,}, "
-                f"such as {images[0]}{cure}.",
-                stacklevel=3,
-            )
-        if self.empty:
-            warnings.warn(
-                f"ImageFolder: ignored folders in {self.root} that contain no image: {len(self.empty):,}, such as "
-                f"{self.empty[0]}.",
-                stacklevel=3,
-            )
+            findings[f"images in {{root}} that are not read, because they lie {place}"] = images
+        findings["ignored folders in {root} that contain no image"] = self.empty
+        for finding, paths in findings.items():
+            if paths:
+                kinds = f" ({shown_suffixes(paths)})" if paths is self.ignored else ""
+                text = f"{finding.format(root=self.root)}: {len(paths):,}, such as {paths[0]}{kinds}"
+                warnings.warn(f"{OWNER}: {text}.", stacklevel=3)
 
     def _list_class_folders(self, entries: FolderEntries) -> list[Path]:
         """Return the class folders below the top folder, which has these entries, and record what is above them."""
@@ -229,102 +190,14 @@ class ClassFolders:
                 of_category = list_folder(category)
                 class_folders += of_category.folders
                 self._sort_files(of_category, higher)
-        self._add_unread(self._higher, higher)
+        self._add_unread(f"higher than {self._wanted}", higher)
         return class_folders
-
-    def _images_of_class(self, folder: Path) -> tuple[list[str], list[Path]]:
-        """Return the images in a class folder and its folders, and record its other files as ignored."""
-        entries = list_folder(folder)
-        images: list[str] = []
-        self._sort_files(entries, images)
-        return images, entries.folders
 
     def _is_image(self, file: Path) -> bool:
         return file.suffix.lower() in self.suffixes
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
-
-    def _cure(self, top: Path, class_folders: list[Path]) -> str:
-        """A suggestion for the user if no class folder has an image."""
-        one_deeper: list[Path] = []
-        splits: list[Path] = []
-        for folder in class_folders:
-            if self._has_images_below(folder):
-                one_deeper.append(folder)
-            elif is_split(folder):
-                splits.append(folder)
-        if splits and not is_split(self.root):
-            return f"pass root={splits[0]}"
-        if one_deeper and not self.categories:
-            cure = "the images are one folder deeper: set categories=True if the folders above them are categories"
-            cure += ', or classes="deepest" to make a class of each folder that contains images'
-            if not is_split(self.root):
-                cure += f", or pass root={one_deeper[0]}"
-            return cure
-        if self._deeper in self.unread:
-            images = self.unread[self._deeper]
-            return f"its {len(images):,} images lie deeper, such as {images[0]}: {CURE}"
-        return self._cure_for_images_above(top)
-
-    def _cure_for_images_above(self, top: Path) -> str:
-        """Return a suggestion for the user if the images are in a folder above the class folders."""
-        entries = list_folder(top)
-        if self.categories:
-            for folder in entries.folders:
-                if list_folder(folder).files:
-                    return "the images are one folder higher: set categories=False"
-        images = sum(map(self._is_image, entries.files))
-        for file in entries.files:
-            if images and file.name in LISTS:
-                return f"{file.name} has the labels of its {images} images: use HuggingFaceImages, which reads it"
-        if images and depth_of(self.classes) == 1:
-            return f"its {images} images are in no class folder: move those of each class into one, or use ImageTable"
-        for place, unread in self.unread.items():
-            return f"its {len(unread):,} images lie {place}, such as {unread[0]}"
-        if self.ignored:
-            return f"there is no image, only other files: {shown_suffixes(self.ignored)}"
-        return "there is no image"
-
-    def _has_images_below(self, folder: Path) -> bool:
-        """Whether a subfolder of a folder contains an image."""
-        for inner in list_folder(folder).folders:
-            if any(map(self._is_image, list_folder(inner).files)):
-                return True
-        return False
-
-
-def _by_composed_name(classes: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """The images of each class, whose name is in one Unicode form, also if folders have it in several."""
-    images: dict[str, list[str]] = {}
-    for name in classes:
-        images.setdefault(composed(name), []).extend(classes[name])
-    return {name: sorted(images[name]) for name in sorted(images)}
-
-
-def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:
-    """Create the index of the images of some classes.
-
-    Args:
-        classes: the paths of the images of each class.
-        categories: the sorted names of all categories, if class names have the form `<category>/<class>`; else None.
-    """
-    names = sorted(classes)
-    paths: list[str] = []
-    counts: list[int] = []
-    for name in names:
-        paths += classes[name]
-        counts.append(len(classes[name]))
-    labels = np.repeat(np.arange(len(names)), counts)
-    if categories is None:
-        return ImageIndex(paths, labels, names=names)
-    category_of_class = [categories.index(category_of(name)) for name in names]
-    return ImageIndex(paths, labels, categories=np.repeat(category_of_class, counts), names=names)
-
-
-def category_of(class_name: str) -> str:
-    """The category of a class `<category>/<class>`."""
-    return class_name.split("/")[0]
 
 
 def _check_classes(value: Any) -> Classes:
@@ -358,7 +231,7 @@ class ImageFolder(ImageDataModule):
         split_seed: determines which classes form the test set.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
@@ -407,69 +280,19 @@ class ImageFolder(ImageDataModule):
         self.split_seed = checked(self, split_seed=split_seed)
 
     @owned
-    def sources(self) -> list[Path]:
-        """The root and the folders below it. If a file is added or removed, the modification time of one changes."""
-        if not self.root.is_dir():
-            return []
-        if self.classes is not None:
-            above = Path(os.path.realpath(self.root)).parents
-            return [folder for folder, _ in walk_folders([self.root], unlisted=above)]
-        found = [self.root]
-        level = [self.root]
-        for _ in range(1 + is_split(self.root) + self.categories):
-            below: list[Path] = []
-            for folder in level:
-                below += list_folder(folder).folders
-            found += below
-            level = below
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():
             what = "which is a file" if self.root.is_file() else "which does not exist"
-            raise MissingFile("must be a folder of class folders", "ImageFolder", "root", got=f"{self.root}, {what}")
+            rule, cure = "must be a folder of class folders", cure_of_missing(self.root)
+            raise MissingFile(rule, OWNER, "root", got=f"{self.root}, {what}", cure=cure)
         folders = ClassFolders(self.root, categories=self.categories, classes=self.classes)
-        if is_split(self.root):
-            splits = self._find_splits(folders)
-        else:
-            classes = folders.find(self.root)
-            splits = self._split_classes(classes, folders.cure_of_one_class(classes))
-        folders.warn()
-        categories = self._category_names(splits.values())
-        return {name: index_of_classes(classes, categories) for name, classes in splits.items()}
-
-    def _find_splits(self, folders: ClassFolders) -> dict[str, dict[str, list[str]]]:
-        """The images of each class in the folders `train`, `test` and, if it exists, `val`."""
-        names = list(SPLITS)
-        if (self.root / "val").is_dir():
-            names.append("val")
-        entries = list_folder(self.root)
-        folders.add_beside(entries, names)
+        if not is_split(self.root):
+            table = folders.find(self.root)
+            folders.warn()
+            return number_splits(drawn_splits(table, self.test_fraction, self.split_seed))
+        names = [*SPLITS, "val"] if (self.root / "val").is_dir() else list(SPLITS)
+        folders.add_beside(list_folder(self.root), names)
         splits = {name: folders.find(self.root / name) for name in names}
-        for name in names[1:]:
-            shared = sorted(splits["train"].keys() & splits[name].keys())
-            if shared:
-                rule = "classes must be in training or in evaluation, not in both"
-                got = f"{len(shared)} in train and {name}, such as {shared[0]!r}"
-                cure = f"pass root={self.root / 'train'}, whose classes are split by `test_fraction`"
-                raise InvalidValue(rule, OWNER, got=got, cure=cure)
-        return splits
-
-    def _split_classes(self, classes: Mapping[str, list[str]], cure: str) -> dict[str, dict[str, list[str]]]:
-        """Split the classes between training and test; `cure` says what helps if there is only one."""
-        test = split_by_class("test_fraction", list(classes), self.test_fraction, self.split_seed, cure=cure)
-        splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
-        for name, paths in classes.items():
-            split = "test" if name in test else "train"
-            splits[split][name] = paths
-        return splits
-
-    def _category_names(self, splits: Iterable[Mapping[str, Sequence[str]]]) -> list[str] | None:
-        if not self.categories:
-            return None
-        categories: set[str] = set()
-        for classes in splits:
-            categories.update(map(category_of, classes))
-        return sorted(categories)
+        folders.warn()
+        return number_splits(splits)

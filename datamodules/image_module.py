@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_retrieval.arguments import Number, checked
-from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import (
     DataReport,
@@ -24,12 +23,12 @@ from lightning_retrieval.datamodules.image_check import (
     count_images_and_classes,
     look_for_files,
 )
-from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
-from lightning_retrieval.datamodules.table_file import reason_of_missing
 from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.sides import side_of_module
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
 from lightning_retrieval.preparation.preparation import Preparation
@@ -48,20 +47,16 @@ def check_no_shared_classes(splits: Mapping[str, ImageIndex]) -> None:
             continue
         shared = sorted(train_classes & set(index.names or ()))
         if shared:
-            cure = "." if index.tags is None else "; leave out the labels if only the tags count."
-            raise InvalidValue(
-                f"classes must be in training or in evaluation, not in both, got {len(shared)} in train and {name}, "
-                f"such as {shared[0]!r}{_where_class((train, index), shared[0])}{cure}",
-            )
+            where = " and".join(_where_class(part, shared[0]) for part in (train, index))
+            got = f"{len(shared)} in train and {name}, such as {shared[0]!r}{where.removesuffix(' and')}"
+            cure = "split the classes anew, or leave out the labels if only tags count"
+            raise InvalidValue("classes must be in training or in evaluation, not in both", got=got, cure=cure)
 
 
-def _where_class(indices: Sequence[ImageIndex], name: str) -> str:
-    """Return the line of the first image of a class in each of these indices, for an error message."""
-    lines = []
-    for index in indices:
-        label = list(index.names or ()).index(name)
-        lines.append(index.where(int(np.argmax(index.labels == label))))
-    return " and".join(filter(None, lines))
+def _where_class(index: ImageIndex, name: str) -> str:
+    """The line of the first image of a class, for an error message."""
+    label = list(index.names or ()).index(name)
+    return index.where(int(np.argmax(index.labels == label)))
 
 
 def check_no_shared_images(splits: Mapping[str, ImageIndex]) -> None:
@@ -137,7 +132,6 @@ class ReadingSettings(LoaderSettings, total=False):
     on_error: OnError
     load_truncated: bool
     val_fraction: Number
-    cache_dir: str | Path | None
 
 
 class ImageSettings(ReadingSettings, RetrievalSettings, total=False):
@@ -179,13 +173,11 @@ class ImageDataModule(RetrievalDataModule):
             code of Revisited Oxford and Paris. If False, a truncated file counts as undecodable.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints.
             With 0, checkpoints are chosen on the test set, as in the papers. A split `"val"` takes precedence.
-        cache_dir: the folder for a cache of the image index, so that lists are read only once. If None, there is no
-            cache; if the folder cannot be written, a warning is issued.
         settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
             `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
     Raises:
-        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        FileNotFoundError: if `root` does not contain the files.
         ValueError: if a file is not as expected, a class or an image is in both training and evaluation, a split is
             empty, or an argument is invalid.
     """
@@ -212,7 +204,6 @@ class ImageDataModule(RetrievalDataModule):
         on_error: OnError = "raise",
         load_truncated: bool = False,
         val_fraction: Number = 0.0,
-        cache_dir: str | Path | None = None,
         **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
@@ -230,18 +221,10 @@ class ImageDataModule(RetrievalDataModule):
         self.val_fraction = checked(self, val_fraction=val_fraction)
         if not 0 <= val_fraction < 1:
             raise InvalidValue("must be at least 0 and below 1", owner, "val_fraction", got=val_fraction)
-        self.cache_dir: Path | None = None
-        if cache_dir is not None:
-            self.cache_dir = check_path("cache_dir", cache_dir, owner=owner)
-        self._base_attributes = frozenset(vars(self))  # attributes of a subclass are part of the cache's key
 
     @abstractmethod
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
-
-    def sources(self) -> list[Path]:
-        """The files that `read` reads. A change of any file invalidates the cache. Without files, nothing is cached."""
-        return []
 
     @property
     def train_transform(self) -> CurrentTransform:
@@ -291,20 +274,9 @@ class ImageDataModule(RetrievalDataModule):
 
     @cached_property
     def _splits_and_warnings(self) -> tuple[dict[str, ImageIndex], list[str]]:
-        return record_warnings(self._read_or_load)
+        return record_warnings(self._read_and_check)
 
     @owned
-    def _read_or_load(self) -> dict[str, ImageIndex]:
-        sources = self.sources()
-        if self.cache_dir is None or not sources:
-            return self._read_and_check()
-        settings: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, dict, Path)):
-                settings[name] = value
-        key = [type(self).__name__, self.root, settings]
-        return read_cached(self._read_and_check, sources, key, self.cache_dir, root=self.root)
-
     def _read_and_check(self) -> dict[str, ImageIndex]:
         splits = dict(self.read())
         if not self.shared_classes:
@@ -460,6 +432,6 @@ class ImageDataModule(RetrievalDataModule):
         """Add to a report why all images are missing, if it is known."""
         if not report.missing_files or len(report.missing_files) < images:
             return
-        reason = reason_of_missing(self.root, report.missing_files[0])
+        reason = cure_of_missing(self.root / report.missing_files[0])
         if reason:
             report.problems.append(f"no image is in {self.root}: {reason}")

@@ -15,16 +15,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.checks import (
-    check_path,
-    check_tensor,
-    first_of,
-    short_repr,
-)
+from lightning_retrieval.checks import check_tensor, first_of, short_repr
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
 from lightning_retrieval.preparation.prepare import Size

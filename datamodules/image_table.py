@@ -1,53 +1,30 @@
 """Reads the user's images from a CSV or Parquet table with labels and, optionally, splits, roles and boxes.
 
-The columns are read as text and converted to arrays, and each value is checked.
+The columns are read as text, and the functions here check a column and give its values.
 """
 
-import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_integer, check_path
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import (
-    DISTRACTOR,
-    ROLES,
-    ImageIndex,
-    check_test_fraction,
-    class_numbers,
-    split_by_class,
-    tag_numbers,
-)
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    TAG_SEPARATOR,
-    TableColumns,
-    find_file,
-    normalized_path,
-    read_table,
-)
-from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
+from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, drawn_splits, normalized_path, number_splits
+from lightning_retrieval.datamodules.table_file import TAG_SEPARATOR, read_table
+from lightning_retrieval.datamodules.table_format import SIDES, ColumnNames, TableFormat
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
+from lightning_retrieval.paths import check_path, find_file
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
-
-
-def find_rows(values: Sequence[str], condition: Callable[[str], bool]) -> list[int]:
-    """Return the indices of the rows whose value meets a condition."""
-    rows = []
-    for row, value in enumerate(values):
-        if condition(value):
-            rows.append(row)
-    return rows
+SPLITS = ("train", "val", "test")
 
 
 def is_empty(text: str) -> bool:
@@ -60,44 +37,9 @@ def is_integer(text: str) -> bool:
     return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) is not None
 
 
-def is_unknown_role(name: str) -> bool:
-    """Whether a name is not one of the roles; an empty field is the role `both`."""
-    return name != "" and name not in ROLES
-
-
-def is_written_missing(text: str) -> bool:
+def is_written_missing(text: str | None) -> bool:
     """Whether a text is what programs write for a missing value, such as `nan` of pandas."""
-    return text.lower() in ("nan", "<na>", "nat", "null")
-
-
-def is_other_case(name: str) -> bool:
-    """Whether a name is that of a split, but not in lower case."""
-    return name.lower() in ("train", "val", "test") and name != name.lower()
-
-
-def is_invalid_split(name: str) -> bool:
-    """Whether a text cannot be the name of a split."""
-    return re.fullmatch(r"[\w-]+", name) is None
-
-
-def parse_images(table: TableColumns, root: Path | None) -> list[str]:
-    """The path of each image relative to the root, without `./` and `//`.
-
-    Args:
-        table: the table.
-        root: the folder that the paths are relative to. Absolute paths must lie in it; if it is None, there are none.
-    """
-    images = table.columns["image"]
-    if root is not None:
-        images = paths_in_root(images, root)
-    table.check(find_rows(images, is_empty), "`image` must not be empty in any row")
-    rule = "`image` must be a path, not an address"
-    table.check(find_rows(images, is_address), rule, images, cure="name the column with the paths of the files")
-    outside = find_rows(images, leaves_root)
-    if outside:
-        rule, cure = "`image` must lie inside the root", _cure_outside(images[outside[0]])
-        table.check(outside, rule, images, cure=cure)
-    return [normalized_path(image) for image in images]
+    return text is not None and text.lower() in ("nan", "<na>", "nat", "null")
 
 
 def is_address(text: str) -> bool:
@@ -105,13 +47,22 @@ def is_address(text: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None
 
 
-def _cure_outside(path: str) -> str:
-    """What helps if a path leads out of the root."""
-    if not os.path.isabs(path):
-        return "write paths without '..', relative to a root that contains the images"
-    if os.path.exists(path):
-        return "give a root that contains the images"
-    return "there is no such file on this machine, so write the paths relative to the root"
+def with_paths(table: Table, root: Path | None) -> Table:
+    """A table whose columns `image` and `path` are paths relative to the root, without `./` and `//`.
+
+    Args:
+        table: the table.
+        root: the folder that the paths are relative to. Absolute paths must lie in it; if it is None, there are none.
+    """
+    table.check("image", is_empty, "not be empty in any row")
+    table.check("image", is_address, "be a path, not an address")
+    images = table["image"]
+    if root is not None:
+        images = paths_in_root(images, root)
+    cure = "write paths relative to a root that contains the images"
+    table.with_columns(image=images).check("image", leaves_root, "lie inside the root", cure=cure)
+    paths = list(map(normalized_path, images))
+    return table.with_columns(image=paths, path=paths)
 
 
 def paths_in_root(paths: Sequence[str], root: Path) -> list[str]:
@@ -135,261 +86,158 @@ def paths_in_root(paths: Sequence[str], root: Path) -> list[str]:
     return relative
 
 
-def check_values(table: TableColumns, column: str, skipped: NDArray[np.bool_] | None = None) -> None:
-    """Raise if a column has a missing value that was written as text, or one number in two forms.
+def check_values(table: Table, name: str) -> None:
+    """Raise if a column has a missing value that was written as text, or one number in two forms; None is neither."""
+    table.check(name, is_written_missing, "not be the text of a missing value; leave out such rows")
+    integers = {text for text in table[name] if text is not None and is_integer(text)}
 
-    Args:
-        table: the table.
-        column: name of the column.
-        skipped: whether each row does not count.
-    """
-    texts = table.columns[column]
-    if skipped is not None:
-        texts = np.where(skipped, "", texts).tolist()
-    rule = f"`{column}` must not be the text of a missing value; leave out such rows"
-    table.check(find_rows(texts, is_written_missing), rule, texts)
-    integers = set(filter(is_integer, texts))
-    twice = find_rows(
-        texts, lambda text: re.fullmatch(r"-?\d+\.0+", text) is not None and text.split(".")[0] in integers
-    )
-    rule = f"`{column}` must not be one number in two forms, such as 1 and 1.0, which are two classes"
-    table.check(twice, rule, texts)
+    def is_second_form(text: str | None) -> bool:
+        return text is not None and re.fullmatch(r"-?\d+\.0+", text) is not None and text.split(".")[0] in integers
+
+    table.check(name, is_second_form, "not be one number in two forms, such as 1 and 1.0, which are two classes")
 
 
-def parse_labels(table: TableColumns, distractors: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return the label of each image: integers if all labels are integers, else text; arbitrary for distractors.
-
-    Without the column `label`, each file is a class of its own.
-    """
-    if "label" not in table.columns:
-        return np.array(table.columns["image"])
-    texts = table.columns["label"]
-    unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
-    table.check(unlabelled, "`label` must not be empty in any row")
-    check_values(table, "label", distractors)
-    labels = np.array(texts)
-    known = ~distractors
-    if not all(map(is_integer, labels[known].tolist())):
-        return labels
-    numbers = np.zeros(len(texts), dtype=np.int64)
-    numbers[known] = labels[known].astype(np.int64)
-    return numbers
+def ids_of(table: Table, name: str) -> list[Any]:
+    """The values of a column of classes, categories or cameras: integers if all are, else text; None stays None."""
+    table.check(name, is_empty, "not be empty in any row")
+    check_values(table, name)
+    texts: list[Any] = table[name]
+    if not all(text is None or is_integer(text) for text in texts):
+        return texts
+    return [None if text is None else int(text) for text in texts]
 
 
-def parse_roles(table: TableColumns) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
-    """Return the role of each image, or None without the column `role`; and whether each image is a distractor."""
-    if "role" not in table.columns:
-        return None, np.zeros(len(table.lines), dtype=bool)
-    names = table.columns["role"]
-    table.check(find_rows(names, is_unknown_role), f"`role` must be one of {', '.join(ROLES)}", names)
-    roles = np.array([ROLES[name or "both"] for name in names], dtype=np.uint8)
-    return roles, np.array(names) == "distractor"
+def labels_of(table: Table) -> list[Any]:
+    """The label of each image, None for a distractor. Without the column `label`, each file is a class of its own."""
+    is_labelled = "label" in table
+    labels = table["label" if is_labelled else "image"]
+    if "role" in table:
+        is_distractor = [name == "distractor" for name in table["role_name"]]
+        labels = [None if skipped else label for skipped, label in zip(is_distractor, labels)]
+    if not is_labelled:
+        return list(labels)
+    return ids_of(table.with_columns(label=labels), "label")
 
 
-def parse_tags(
-    table: TableColumns, distractors: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64] | None, list[str] | None]:
-    """Return the tags of each image, padded, and the names of the tags; None without the column `tags`.
+def with_roles(table: Table) -> Table:
+    """A table whose column `role` has the numbers of the roles, and `role_name` their names, if it has the column."""
+    if "role" not in table:
+        return table
+    table.check("role", lambda name: name not in ("", *ROLES), f"be one of {', '.join(ROLES)}")
+    names = table["role"]
+    return table.with_columns(role=[int(ROLES[name or "both"]) for name in names], role_name=names)
+
+
+def tags_of(table: Table) -> list[list[str]] | None:
+    """The tags of each image; None without the column `tags`.
 
     Distractors have no tags, because they are relevant to no query.
     """
-    if "tags" not in table.columns:
-        return None, None
-    tags_of_images: list[list[str]] = []
-    for text, is_distractor in zip(table.columns["tags"], distractors.tolist()):
-        tags = [tag.strip() for tag in text.split(TAG_SEPARATOR)]
-        if is_distractor:
-            tags = []
-        tags_of_images.append(list(filter(None, tags)))
-    rule = "`tags` must not be the text of a missing value; leave them empty"
-    table.check(find_rows(table.columns["tags"], is_written_missing), rule, table.columns["tags"])
-    _warn_of_other_separators(table)
-    return tag_numbers(tags_of_images)
-
-
-def _warn_of_other_separators(table: TableColumns) -> None:
-    """Warn of tags that seem to be separated by another character than `;`. A tag may have a comma."""
-    texts, separators = table.columns["tags"], r"[|,\t]"
-    if any(TAG_SEPARATOR in text for text in texts):
-        separators = r"[|\t]"
-    separated = find_rows(texts, lambda text: re.search(separators, text) is not None)
+    if "tags" not in table:
+        return None
+    table.check("tags", is_written_missing, "not be the text of a missing value; leave them empty")
+    texts = table["tags"]
+    separators = r"[|\t]" if any(TAG_SEPARATOR in text for text in texts) else r"[|,\t]"  # a tag may have a comma
+    separated = [row for row, text in enumerate(texts) if re.search(separators, text)]
     if separated:
         row = separated[0]
         warnings.warn(
-            f"`tags` must be separated by {TAG_SEPARATOR!r}, got {texts[row]!r} at {table.unit} "
-            f"{table.lines[row]} of {table.path}, which has another separator and so is not split there "
-            f"({len(separated)} such rows); write {TAG_SEPARATOR!r} between tags.",
+            f"`tags` must be separated by {TAG_SEPARATOR!r}, got {texts[row]!r} at {table.where(row)}, which has "
+            f"another separator and so is not split there ({len(separated)} such rows); write {TAG_SEPARATOR!r} "
+            "between tags.",
             stacklevel=2,
         )
+    names = table["role_name"] if "role" in table else [""] * len(table)
+    found = []
+    for text, name in zip(texts, names):
+        tags = map(str.strip, text.split(TAG_SEPARATOR))
+        found.append([] if name == "distractor" else list(filter(None, tags)))
+    return found
 
 
-def check_splits(table: TableColumns) -> None:
+def check_splits(table: Table) -> None:
     """Raise unless all texts of the column `split` are names of splits."""
-    splits = table.columns["split"]
-    rule = "`split` must be train, val, test or another name of letters, digits, '_' and '-'"
-    table.check(find_rows(splits, is_invalid_split), rule, splits)
-    table.check(find_rows(splits, is_other_case), "`split` must be train, val or test in lower case", splits)
+    rule = "be train, val, test or another name of letters, digits, '_' and '-'"
+    table.check("split", lambda name: re.fullmatch(r"[\w-]+", name) is None, rule)
+    rule = "be train, val or test in lower case"
+    table.check("split", lambda name: name.lower() in SPLITS and name not in SPLITS, rule)
     check_values(table, "split")
-    of_roles = find_rows(splits, lambda name: name.lower() in ROLES)
-    rule = "`split` must be a split, but this is a role"
-    table.check(of_roles, rule, splits, cure="write test, and the role in the column role")
+    rule = "be a split, but this is a role"
+    table.check("split", lambda name: name.lower() in ROLES, rule, cure="write test, and the role in the column role")
 
 
-def parse_splits(table: TableColumns) -> NDArray[Any] | None:
-    """The split of each image, or None without the column `split`."""
-    if "split" not in table.columns:
-        return None
-    check_splits(table)
-    splits = table.columns["split"]
-    names = sorted(set(splits))
-    if "train" not in names or len(names) == 1:
-        got = f"{', '.join(map(repr, names))} in {table.path}"
-        raise InvalidValue("must have rows of train and of val, test or others", argument="split", got=got)
-    return np.array(splits)
-
-
-def draw_splits(labels: NDArray[Any], distractors: NDArray[np.bool_], test_fraction: float, seed: int) -> NDArray[Any]:
-    """Split the classes between training and test; distractors belong to the test set.
+def by_split(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:
+    """The table of each split: of the column `split`, else drawn by class. In training, roles stay if they make lists.
 
     Args:
-        labels: the label of each row.
-        distractors: whether each row is a distractor, whose label does not count.
-        test_fraction: fraction of the classes that form the test set.
+        table: the table, with the column `label`.
+        test_fraction: fraction of the classes that form the test set if it is drawn.
         seed: determines which classes form the test set.
     """
-    classes = np.unique(labels[~distractors]).tolist()
-    test = split_by_class("test_fraction", classes, test_fraction, seed)
-    is_test = distractors | np.isin(labels, sorted(test))
-    return np.where(is_test, "test", "train")
-
-
-def parse_numbers(table: TableColumns, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
-    """Return the number of each image's category or camera, None without the column. Splits share the numbering."""
-    if column not in table.columns:
-        return None
-    texts = table.columns[column]
-    table.check(find_rows(texts, is_empty), f"`{column}` must not be empty in any row")
-    check_values(table, column)
-    values = np.array(texts)
-    if all(map(is_integer, texts)):
-        values = values.astype(np.int64)
-    numbers, _ = class_numbers(values)
-    return numbers
-
-
-def parse_boxes(table: TableColumns) -> NDArray[np.int32] | None:
-    """The box of each image, shape (rows, 4); None if neither `box` nor the sides are columns."""
-    columns = table.columns
-    if "box" in columns:
-        texts = columns["box"]
-    elif "left" in columns:
-        sides = zip(columns["left"], columns["top"], columns["right"], columns["bottom"])
-        texts = [" ".join(numbers) for numbers in sides]
+    if "split" in table:
+        found = _given_splits(table)
     else:
+        found = drawn_splits(table, test_fraction, seed)
+    if "role" not in table:
+        return found
+    for name, of_split in list(found.items()):
+        roles = [role for role, label in zip(of_split["role"], of_split["label"]) if label is not None]
+        sides = {side: any(role & ROLES[side] for role in roles) for side in ("query", "gallery")}
+        if name == "train":
+            has_lists = all(sides.values()) and any(role != ROLES["both"] for role in roles)
+            found[name] = of_split.with_columns(role=of_split["role"] if has_lists else None)
+            continue
+        for side, is_there in sides.items():
+            if not is_there:
+                rule = f"must be {side} or both in at least one row of {name!r}"
+                raise InvalidValue(rule, argument="role", got=f"none in {table.file}")
+    return found
+
+
+def _given_splits(table: Table) -> dict[str, Table]:
+    check_splits(table)
+    splits = np.array(table["split"])
+    names = sorted(set(table["split"]))
+    if "train" not in names or len(names) == 1:
+        got = f"{', '.join(map(repr, names))} in {table.file}"
+        raise InvalidValue("must have rows of train and of val, test or others", argument="split", got=got)
+    found = {name: table.chosen(np.flatnonzero(splits == name)) for name in dict.fromkeys(["train", *names])}
+    in_training = found["train"]
+    wrong = [row for row, label in enumerate(in_training["label"]) if label is None]
+    if wrong:
+        raise in_training.error(wrong, "`role` must be query, gallery or both in training", "'distractor'")
+    return found
+
+
+def boxes_of(table: Table) -> list[tuple[int, ...]] | None:
+    """The box of each image; None if neither `box` nor the sides are columns."""
+    if "box" not in table and SIDES[0] in table:
+        table = table.with_columns(box=list(map(" ".join, zip(*(table[side] for side in SIDES)))))
+    if "box" not in table:
         return None
-    boxes: list[tuple[int, ...]] = []
-    invalid_rows: list[int] = []
-    for row, text in enumerate(texts):
-        box = parse_box(text)
-        if box is None:
-            invalid_rows.append(row)
-        else:
-            boxes.append(box)
-    table.check(invalid_rows, "`box` must be `left top right bottom` with right > left and bottom > top", texts)
-    return np.array(boxes, dtype=np.int32)
+    return table.parsed("box", parse_box)
 
 
-def parse_box(text: str) -> tuple[int, ...] | None:
+def parse_box(text: str) -> tuple[int, ...]:
     """Parse the four numbers of a box, separated by spaces or commas, and round them.
 
-    An empty text is the box of the whole image. For an invalid text, the result is None.
+    An empty text is the box of the whole image.
+
+    Raises:
+        ValueError: if they are not the sides of a box.
     """
     if not text.strip():
         return WHOLE_IMAGE
-    try:
-        left, top, right, bottom = (round(float(number)) for number in text.replace(",", " ").split())
-    except (ValueError, OverflowError):
-        return None
-    fits_32_bits = max(map(abs, (left, top, right, bottom))) < 2**31
-    if left < right and top < bottom and fits_32_bits:
-        return left, top, right, bottom
-    return None
+    left, top, right, bottom = (round(float(number)) for number in text.replace(",", " ").split())
+    if left >= right or top >= bottom or max(map(abs, (left, top, right, bottom))) >= LARGEST_PIXEL:
+        raise ValueError("it must be `left top right bottom` with right > left and bottom > top")
+    return left, top, right, bottom
 
 
-def check_unique_images(table: TableColumns, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
-    """Check that no image is listed twice with the same box. Otherwise, a query would be in its own ranked list."""
-    keys: Sequence[Any] = images
-    if boxes is not None:
-        keys = list(zip(images, map(tuple, boxes.tolist())))
-    if len(set(keys)) == len(keys):
-        return
-    first_row: dict[Any, int] = {}
-    duplicates: list[int] = []
-    for row, key in enumerate(keys):
-        if first_row.setdefault(key, row) != row:
-            duplicates.append(row)
-    image = images[duplicates[0]]
-    line = table.lines[first_row[keys[duplicates[0]]]]
-    rule = "`image` must be different in each row, or have another box"
-    table.check(duplicates, f"{rule}, got {image!r} as in {table.unit} {line}")
-
-
-@dataclass
-class ImageRows:
-    """The rows of a table of images: one entry per row in each array.
-
-    Args:
-        images: paths of the images.
-        labels: labels of the images, integers or text; arbitrary for distractors.
-        distractors: whether each row is a distractor.
-        tags: numbers of the tags of each image, padded, or None.
-        tag_names: names of the tags, or None.
-        categories: numbers of the categories, or None.
-        boxes: boxes of the images, (rows, 4), or None.
-        roles: numbers of the roles, or None.
-        cameras: numbers of the cameras, or None.
-        table: the table, for error messages.
-    """
-
-    images: list[str]
-    labels: NDArray[Any]
-    distractors: NDArray[np.bool_]
-    tags: NDArray[np.int64] | None
-    tag_names: list[str] | None
-    categories: NDArray[np.int64] | None
-    boxes: NDArray[np.int32] | None
-    roles: NDArray[np.uint8] | None
-    cameras: NDArray[np.int64] | None
-    table: TableColumns
-
-    def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
-        """Create the index of the chosen rows, which form the split `name`; the classes are numbered 0, 1, ..."""
-        known = chosen & ~self.distractors
-        labels = np.full(len(self.images), DISTRACTOR)
-        labels[known], class_names = class_numbers(self.labels[known])
-        names = None
-        if "label" in self.table.columns:
-            names = class_names
-        columns: dict[str, NDArray[Any] | None] = {
-            "tags": self.tags,
-            "categories": self.categories,
-            "boxes": self.boxes,
-            "cameras": self.cameras,
-        }
-        if name != "train" or self._has_lists(chosen):
-            columns["roles"] = self.roles
-        paths = list(itertools.compress(self.images, chosen.tolist()))
-        lines = self.table.lines_of(np.flatnonzero(chosen))
-        of_split = {column: values[chosen] for column, values in columns.items() if values is not None}
-        return ImageIndex(paths, labels[chosen], names=names, tag_names=self.tag_names, lines=lines, **of_split)
-
-    def _has_lists(self, chosen: NDArray[np.bool_]) -> bool:
-        """Whether the roles of the chosen rows matter: some are queries, some are gallery, and not all are both."""
-        if self.roles is None:
-            return False
-        roles = self.roles[chosen]
-        has_queries, has_gallery = (roles & ROLES["query"]).any(), (roles & ROLES["gallery"]).any()
-        return bool(has_queries and has_gallery and (roles != ROLES["both"]).any())
+def check_unique_images(table: Table) -> None:
+    """Raise if an image is listed twice with the same box. Otherwise, a query would be in its own ranked list."""
+    names = ["image", "box"] if "box" in table else ["image"]
+    table.check_unique(*names, rule="be different in each row, or have another box")
 
 
 class ImageTable(ImageDataModule):
@@ -430,7 +278,7 @@ class ImageTable(ImageDataModule):
         delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
@@ -475,11 +323,6 @@ class ImageTable(ImageDataModule):
             self._format = TableFormat.checked(columns, delimiter)
         self.columns, self.delimiter = columns, delimiter
 
-    @owned
-    def sources(self) -> list[Path]:
-        """The table."""
-        return [self._table_path()]
-
     def _held_out_images(self) -> ImageIndex:
         """The held-out images, without roles: their classes need not have both queries and gallery images."""
         images = super()._held_out_images()
@@ -489,26 +332,17 @@ class ImageTable(ImageDataModule):
     @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the images of the table, by split."""
-        path = self._table_path()
-        table = read_table(path, table_format=self._format)
-        images = parse_images(table, self.root)
-        roles, distractors = parse_roles(table)
-        labels = parse_labels(table, distractors)
-        splits = parse_splits(table)
-        if splits is None:
-            splits = draw_splits(labels, distractors, self.test_fraction, self.split_seed)
-        else:
-            in_training = np.flatnonzero(distractors & (splits == "train")).tolist()
-            table.check(in_training, "`role` must be query, gallery or both in training", table.columns.get("role"))
-        boxes = parse_boxes(table)
-        check_unique_images(table, images, boxes)
-        if roles is not None:
-            _check_queries_and_gallery(path, splits, roles, distractors)
-        tags, tag_names = parse_tags(table, distractors)
-        categories, cameras = parse_numbers(table, "category"), parse_numbers(table, "camera")
-        rows = ImageRows(images, labels, distractors, tags, tag_names, categories, boxes, roles, cameras, table)
-        names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
-        return {name: rows.index(name, splits == name) for name in names}
+        table = read_table(self._table_path(), table_format=self._format)
+        table = with_roles(with_paths(table, self.root))
+        is_labelled = "label" in table
+        labels = labels_of(table)
+        for name in ("category", "camera"):
+            if name in table:
+                table = table.with_columns(**{name: ids_of(table, name)})
+        table = table.with_columns(label=labels, box=boxes_of(table), tags=tags_of(table))
+        check_unique_images(table)
+        splits = by_split(table, self.test_fraction, self.split_seed)
+        return number_splits(splits, name_of_class=str if is_labelled else None)
 
     def _table_path(self) -> Path:
         path = self.table
@@ -517,15 +351,3 @@ class ImageTable(ImageDataModule):
         if path.is_dir():
             raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {path}")
         return path
-
-
-def _check_queries_and_gallery(
-    path: Path, splits: NDArray[Any], roles: NDArray[np.uint8], distractors: NDArray[np.bool_]
-) -> None:
-    """Check that each evaluation set has a query, and a gallery image that is not a distractor."""
-    for name in sorted(set(splits.tolist()) - {"train"}):
-        known_roles = roles[(splits == name) & ~distractors]
-        for side in ("query", "gallery"):
-            if not (known_roles & ROLES[side]).any():
-                rule = f"must be {side} or both in at least one row of {name!r}"
-                raise InvalidValue(rule, argument="role", got=f"none in {path}")

@@ -5,11 +5,8 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
-import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
-from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -18,19 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.backend import pl
-from lightning_retrieval.checks import (
-    check_integer,
-    first_line,
-    first_of,
-    short_repr,
-)
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.image_set import check_image_sizes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Section
 from lightning_retrieval.distributed import rank, world_size
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.models.sides import Side
-from lightning_retrieval.ranking.relevance import NO_TAG
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
@@ -200,29 +191,6 @@ def loader_settings(
     }
 
 
-def check_workers_can_transform(dataset: Any) -> None:
-    """Raise if workers are new processes, to which the transform of a data set cannot be sent.
-
-    Args:
-        dataset: a data set whose loader has workers, perhaps of two sides. Only `transform` is checked.
-    """
-    methods = multiprocessing.get_all_start_methods()  # the default is the first
-    method = multiprocessing.get_start_method(allow_none=True) or methods[0]
-    if method == "fork":
-        return
-    sides = [side.dataset for side in getattr(dataset, "sides", {}).values()]
-    transforms = [getattr(part, "transform", None) for part in sides or [dataset]]
-    try:
-        ForkingPickler.dumps(transforms)
-    except (AttributeError, TypeError, ValueError, PicklingError) as error:
-        raise InvalidType(
-            f"must be picklable, because the workers of num_workers are started by {method!r}",
-            argument="transform",
-            got=first_line(error),
-            cure="replace a lambda or an inner function by a function or class of a module, or set num_workers=0",
-        ) from error
-
-
 @owned_by("RetrievalDataLoader")
 def collate_images(items: Any) -> Any:
     """Check that all images have the same size, then make a batch with `default_collate`.
@@ -231,30 +199,11 @@ def collate_images(items: Any) -> Any:
         items: items of a dataset.
 
     Raises:
-        ValueError: if the images, or the tags of the images, differ in size.
+        ValueError: if the images differ in size.
     """
     cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
     check_image_sizes(items, cure)
-    if items and isinstance(items[0], Mapping):
-        for name in items[0]:
-            _check_lengths(name, [item.get(name) for item in items])
     return default_collate(items)
-
-
-def _check_lengths(name: str, values: Sequence[Any]) -> None:
-    """Raise if an entry that has several numbers, such as tags, has another number of them in another item."""
-    lengths: dict[int, None] = {}
-    for value in values:
-        is_row = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1
-        if is_row:
-            lengths[len(value)] = None
-    if len(lengths) > 1:
-        cure = "give each item the same number"
-        if name == "tags":
-            cure = f"fill the tags of each image with {NO_TAG} up to the same number"
-        rule = "must have the same length in all items"
-        got = f"the lengths {first_of(list(lengths))}"
-        raise InvalidValue(rule, "RetrievalDataLoader", name, got=got, cure=cure)
 
 
 class RetrievalDataLoader(DataLoader[Any]):
@@ -393,21 +342,9 @@ class RetrievalDataLoader(DataLoader[Any]):
 
 
 def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = None
-    if length == batch_sampler.dataset_size:
-        return
-    found = short_repr(dataset)
-    if length is not None:
-        found = str(length)
-    raise InvalidValue(
-        f"must have one item for each of the {batch_sampler.dataset_size} labels that the batch sampler was made with",
-        "RetrievalDataLoader",
-        "dataset",
-        got=found,
-    )
+    if len(dataset) != batch_sampler.dataset_size:
+        rule = f"must have one item for each of the {batch_sampler.dataset_size} labels of the batch sampler"
+        raise InvalidValue(rule, "RetrievalDataLoader", "dataset", got=len(dataset))
 
 
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:
@@ -419,19 +356,10 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
         ids: ids of the batch that was loaded, in which unreadable images may be missing.
     """
     images, different = len(set(drawn)), len(set(ids))
-    missing = max(0, len(drawn) - len(ids))
-    if different >= images - missing:
-        return
-    example = ""
-    if not missing:
-        first: dict[int, int] = {}
-        for index, id_ in zip(drawn, ids):
-            if first.setdefault(id_, index) != index:
-                example = f" (id {id_} for the images {first[id_]} and {index} of the data set)"
-                break
-    got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch{example}"
-    cure = "let the data set return the index of each image as its id, or no ids"
-    raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
+    if different < images - max(0, len(drawn) - len(ids)):
+        got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch"
+        cure = "let the data set return the index of each image as its id, or no ids"
+        raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
 
 
 def _difference_of_labels(
@@ -451,47 +379,22 @@ def _difference_of_labels(
     """
     if len(labels) != len(drawn):  # images could not be read, or there are several rows per image
         return None
-    orders = [np.array(drawn)]
+    orders = [list(drawn)]
     if ids is not None and sorted(ids.tolist()) == sorted(drawn):
-        orders.append(ids.numpy())
+        orders.append(ids.tolist())
     for images in orders:
-        found = sampler.classes_of(images.tolist())
-        if found is None:
+        classes = sampler.classes_of(images)
+        if classes is None or any(_are_same_groups(classes, level) for level in labels.numpy().T):
             return None
-        classes = found
-        pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
-        if None in pairs:
-            return None
-    one, other = pairs[0] or (0, 0)
-    finest = labels[:, 0].numpy()
-    verdict = "different classes"
-    if classes[one] == classes[other]:
-        verdict = "one class"
+    groups = len(np.unique(labels[:, 0].numpy()))
     return (
-        f"RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch with "
-        f"{_p_and_k(finest)} where {sampler.name} drew {_p_and_k(classes)}; the images {images[one]} and "
-        f"{images[other]} have the labels {finest[one]} and {finest[other]}, but are of {verdict} for the sampler; "
+        "RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch of "
+        f"{groups} classes, which group its {len(drawn)} images otherwise than the classes that {sampler.name} drew; "
         "give it the labels that the data set returns."
     )
 
 
-def _contradiction(classes: Integers, labels: Integers) -> tuple[int, int] | None:
-    """Find two rows with one class and different labels, or with one label and different classes; else None."""
-    first_of_class: dict[int, int] = {}
-    first_of_label: dict[int, int] = {}
-    for row, (class_, label) in enumerate(zip(classes.tolist(), labels.tolist())):
-        same_class = first_of_class.setdefault(class_, row)
-        same_label = first_of_label.setdefault(label, row)
-        if labels[same_class] != label:
-            return same_class, row
-        if classes[same_label] != class_:
-            return same_label, row
-    return None
-
-
-def _p_and_k(classes: Integers) -> str:
-    counts = np.unique(classes, return_counts=True)[1]
-    of_each = f"{counts.min()}"
-    if counts.min() != counts.max():
-        of_each = f"{counts.min()} to {counts.max()}"
-    return f"P = {len(counts)} classes of K = {of_each} images"
+def _are_same_groups(classes: Integers, labels: Integers) -> bool:
+    """Whether rows have one class exactly where they have one label."""
+    pairs = len(np.unique(np.stack([classes, labels]), axis=1).T)
+    return pairs == len(np.unique(classes)) == len(np.unique(labels))

@@ -15,12 +15,10 @@ open-metric-learning:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.preparation.decoding import image_suffixes
+from lightning_retrieval.invalid import InvalidValue
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box", *SIDES)
@@ -29,7 +27,6 @@ OML = {"image": "path", "camera": "sequence", **dict(zip(SIDES, ("x_1", "y_1", "
 OML_ROLES = ("is_query", "is_gallery")
 OML_SPLITS = {"validation": "val"}
 TABS = ("tab", "\\t")  # names of the tab on a command line
-DELIMITERS = (",", ";", "\t", "|")
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 
 ColumnNames = dict[str, str] | str | None
@@ -94,90 +91,30 @@ class TableFormat:
             names[self.names[here]] = here
         return [names.get(name, name) for name in header]
 
-    def absent(self, header: Sequence[str]) -> str | None:
-        """The sentence about the first column that `columns` names and a table lacks; None if it has all.
-
-        Args:
-            header: the names in the table.
-        """
-        if self.is_oml:
-            return None
-        for here, theirs in self.names.items():
-            if theirs not in header:
-                return f"must name columns of the table, but {theirs!r}, named as {here!r}, is none"
-        return None
-
-    def cure(self, header: Sequence[str]) -> str:
-        """What helps if a table lacks columns.
-
-        Args:
-            header: the names in the table.
-        """
-        if header and header[0].startswith("sep="):
-            return "delete this line, which only Excel reads"
-        cure = _cure_of_lists(header)
-        if cure:
-            return cure
-        for delimiter in DELIMITERS:
-            if len(header) == 1 and delimiter in header[0]:
-                return f"give `delimiter` {delimiter!r}"
-        if "path" in header and not self.is_oml and set(OML_ROLES) & set(header):
-            return "give `columns` 'oml', for tables of open-metric-learning"
-        return "name columns that have other names with `columns`, such as image=path,label=class"
-
-
-def names_image_file(text: str) -> bool:
-    """Whether a word of a text is the name of an image file, so that a line with it names no columns."""
-    suffixes = image_suffixes()
-    return any(PurePath(word).suffix.lower() in suffixes for word in text.split())
-
-
-def _cure_of_lists(header: Sequence[str]) -> str:
-    """What helps if the first line is a row, or its fields are separated by spaces; empty if neither is so."""
-    is_spaced = len(header) == 1 and len(header[0].split()) > 1
-    has_no_names = any(map(names_image_file, header))
-    if is_spaced and not set(header[0]) & set(DELIMITERS):
-        names = " and add a first line such as image,label" if has_no_names else ""
-        return f"write commas in place of the spaces{names}"
-    if has_no_names:
-        return "line 1 is a row, so add a line of names above it, such as image,label"
-    return ""
-
 
 def _check_columns(columns: Any) -> None:
     """Raise unless `columns` is a dict of names, `"oml"` or None."""
-    if columns is None or (isinstance(columns, str) and columns == "oml"):
+    if columns is None or columns == "oml":
         return
     rule = "must be a dict from names of this library to those of the table, such as image=path,label=class, or 'oml'"
-    if isinstance(columns, str):
-        raise InvalidValue(rule, argument="columns", got=short_repr(columns))
     if not isinstance(columns, Mapping):
-        raise InvalidType(rule, argument="columns", got=f"{short_repr(columns)} ({type(columns).__name__})")
-    for here, theirs in columns.items():
-        if here not in NAMES:
-            raise InvalidValue(f"must have names among {', '.join(NAMES)}", argument="columns", got=short_repr(here))
-        if not isinstance(theirs, str):
-            raise InvalidType(rule, argument="columns", got=f"{short_repr(theirs)} ({type(theirs).__name__})")
+        raise InvalidValue(rule, argument="columns", got=short_repr(columns))
+    unknown = [here for here in columns if here not in NAMES]
+    if unknown:
+        raise InvalidValue(f"must have names among {', '.join(NAMES)}", argument="columns", got=short_repr(unknown[0]))
     if len(set(columns.values())) < len(columns):
         raise InvalidValue("must have another column for each name", argument="columns", got=short_repr(columns))
 
 
-def role_of_oml(is_query: str, is_gallery: str | None = None) -> str | None:
-    """The role of an image in a table of open-metric-learning; empty in training, None if a value is unknown.
+def flag_of_oml(text: str) -> bool:
+    """The value of `is_query` or `is_gallery`, which are empty in training.
 
-    Args:
-        is_query: the value of the column of this name.
-        is_gallery: the value of the column of this name; None if there is no such column, and all others are gallery.
+    Raises:
+        ValueError: if it is neither true nor false.
     """
-    values = []
-    for text in (is_query, is_gallery or ""):
-        if text.lower() not in TRUE + FALSE:
-            return None
-        values.append(text.lower() in TRUE)
-    if is_gallery is None:
-        values[1] = not values[0]
-    names = {(True, True): "both", (True, False): "query", (False, True): "gallery"}
-    return names.get((values[0], values[1]), "")
+    if text.lower() not in TRUE + FALSE:
+        raise ValueError("it must be True or False, or empty in training")
+    return text.lower() in TRUE
 
 
 def _names_in_text(text: str) -> dict[str, str] | str:

@@ -9,36 +9,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Int
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_integer, check_path, short_repr
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
-from lightning_retrieval.datamodules.image_index import (
-    check_test_fraction,
-    class_numbers,
-    digest_of_arrays,
-)
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, digest_of_arrays
+from lightning_retrieval.datamodules.image_module import check_no_shared_classes
 from lightning_retrieval.datamodules.image_table import (
-    draw_splits,
-    find_rows,
+    by_split,
     is_empty,
     is_written_missing,
-    parse_labels,
-    parse_splits,
-    parse_tags,
+    labels_of,
+    tags_of,
 )
-from lightning_retrieval.datamodules.table_file import TableColumns, read_table
+from lightning_retrieval.datamodules.table import number_splits
+from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.models.tokenizers import padded
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.paths import check_path
 
 
 @dataclass(frozen=True)
@@ -46,20 +41,37 @@ class TextSet(Dataset[dict[str, Any]]):
     """A map-style dataset of dicts with the tokens of a text as `images`, and with `labels`, `ids` and any `tags`.
 
     Args:
-        texts: the texts.
-        labels: the class of each text, 0, 1, ...
-        class_names: the names of the classes, or None.
-        tags: numbers of the tags of each text, padded with -1, or None.
-        tag_names: the names of the tags, or None.
+        index: the texts, their labels and any tags.
         tokenizer: a function from a list of texts to tokens (rows, tokens), padded with -1; None if items are not read.
     """
 
-    texts: PackedStrings
-    labels: Int[Tensor, " item"]
-    class_names: Sequence[str] | None = None
-    tags: Int[Tensor, "item tag"] | None = None
-    tag_names: Sequence[str] | None = None
+    index: ImageIndex
     tokenizer: Any = None
+
+    @property
+    def texts(self) -> PackedStrings:
+        """The texts."""
+        return self.index.texts or PackedStrings([])
+
+    @property
+    def labels(self) -> Int[Tensor, " item"]:
+        """The class of each text."""
+        return torch.from_numpy(self.index.labels)
+
+    @property
+    def tags(self) -> Int[Tensor, "item tag"] | None:
+        """The tags of each text, or None."""
+        return None if self.index.tags is None else torch.from_numpy(self.index.tags)
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """The names of the classes 0, 1, ..., or None."""
+        return self.index.names
+
+    @property
+    def tag_names(self) -> Sequence[str] | None:
+        """The names of the tags 0, 1, ..., or None."""
+        return self.index.tag_names
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -167,38 +179,20 @@ class TextTable(RetrievalDataModule):
     @owned
     def splits(self) -> dict[str, TextSet]:
         """The texts of each split."""
-        if self.table.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {self.table}")
-        if not self.table.is_file():
-            path = self.table.absolute()
-            rule = "must be a CSV or Parquet file"
-            raise MissingFile(rule, argument="table", got=f"{path}, which does not exist")
-        table = read_table(self.table, required=("text", "label"), table_format=self._format)
-        texts = table.columns["text"]
-        table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
-        table.check(find_rows(texts, is_written_missing), "`text` must not be the text of a missing value", texts)
-        no_distractors = np.zeros(len(texts), dtype=bool)
-        if "label" in table.columns:
-            labels = parse_labels(table, no_distractors)
-        else:
-            labels = np.arange(len(texts))
-        splits = parse_splits(table)
-        if splits is None:
-            splits = draw_splits(labels, no_distractors, self.test_fraction, self.split_seed)
-        _check_no_shared_classes(table, labels, splits)
-        tags, tag_names = parse_tags(table, no_distractors)
-        found = {}
-        for name in dict.fromkeys(["train", *sorted(set(splits.tolist()))]):
-            chosen = np.flatnonzero(splits == name)
-            numbers, names = class_numbers(labels[chosen])
-            columns: dict[str, Any] = {"tokenizer": self.tokenizer}
-            if "label" in table.columns:
-                columns["class_names"] = names
-            if tags is not None:
-                columns |= {"tags": torch.from_numpy(tags[chosen]), "tag_names": tag_names}
-            of_split = PackedStrings([texts[row] for row in chosen.tolist()])
-            found[name] = TextSet(of_split, torch.from_numpy(numbers), **columns)
-        return found
+        file = check_path("table", self.table, exists=True)
+        table = read_table(file, required=("text", "label"), table_format=self._format)
+        table.check("text", is_empty, "not be empty in any row")
+        table.check("text", is_written_missing, "not be the text of a missing value")
+        columns = {name: table.get(name) for name in ("text", "label", "tags", "split")}
+        is_labelled = "label" in table
+        table = replace(table, columns={}).with_columns(**columns, path=list(map(str, range(len(table)))))
+        labels = labels_of(table) if is_labelled else list(range(len(table)))
+        splits = by_split(table.with_columns(label=labels, tags=tags_of(table)), self.test_fraction, self.split_seed)
+        found = number_splits(splits, name_of_class=str if is_labelled else None)
+        check_no_shared_classes(found)
+        for index in found.values():
+            index.lines = None  # only errors need the lines, which would be sent to each worker
+        return {name: TextSet(index, self.tokenizer) for name, index in found.items()}
 
     @property
     def train_set(self) -> TextSet:
@@ -257,11 +251,3 @@ def _texts_of_several_classes(split: TextSet) -> list[str]:
         if label_of_text.setdefault(text, label) != label:
             ambiguous[text] = None
     return list(ambiguous)
-
-
-def _check_no_shared_classes(table: TableColumns, labels: NDArray[Any], splits: NDArray[Any]) -> None:
-    """Raise if a class is in training and in evaluation."""
-    in_training = splits == "train"
-    shared = np.flatnonzero(~in_training & np.isin(labels, labels[in_training])).tolist()
-    rule = "a class must be in training or in evaluation, not in both"
-    table.check(shared, rule, labels.tolist())

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_path
 from lightning_retrieval.distributed import rank, together
 from lightning_retrieval.files import (
     POSIX,
@@ -45,6 +44,7 @@ from lightning_retrieval.files import (
 from lightning_retrieval.first_checks import RULE_OF_CHECKPOINT, check_model_exists
 from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 
 BEST_CHECKPOINT = Path("checkpoints", "best.ckpt")  # in the folder of a run
 # LightningCLI stores one of these names in the hyperparameters.

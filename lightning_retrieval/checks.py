@@ -5,11 +5,9 @@ message. Without one, the error has no owner until a public function names itsel
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,13 +113,6 @@ def check_strings(name: str, values: Any, *, owner: str = "") -> None:
     """Raise if a single string is given where several are meant: each of its characters would be one of them."""
     if isinstance(values, str):
         raise InvalidType("must be a sequence of strings", owner, name, got=f"one string, {short_repr(values)}")
-
-
-def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "") -> Path:
-    """Return the path, with `~` replaced by the home folder; raise if it is empty, the current folder."""
-    if not os.fspath(value):
-        raise InvalidValue("must be the path of a file or a folder", owner, name, got="an empty text")
-    return Path(value).expanduser()
 
 
 def check_tensor(name: str, value: Any, *, owner: str = "") -> None:

@@ -22,9 +22,10 @@ from lightning_retrieval.checkpoints import (
     is_sharded_checkpoint,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_choice, check_path, first_line, short_repr
+from lightning_retrieval.checks import check_choice, first_line, short_repr
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data.describe import class_path, describe
 from lightning_retrieval.plain_data.formats import check_format
 from lightning_retrieval.plain_data.rebuild import arguments_of_file, built

@@ -227,7 +227,7 @@ TABLE = {
         | {"unreadable_files": ["b.jpg (truncated)"], "notes": ["a sentence"]}
     ),
     "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
-    "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
+    "IJBC": Entry({"root": "IJB-C", "least_instances": 2}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
     "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "classes": 2, "categories": True, "split_seed": 2}),
     "TextTable": Entry({"table": "captions.csv", "test_fraction": 0.4, "split_seed": 2} | TABLE_FORMAT),
@@ -241,7 +241,7 @@ TABLE = {
     "RevisitedOxford": Entry({"root": "data/roxford5k", "distractors": "data/revisitop1m", "crop_queries": False}),
     "RevisitedParis": Entry({"root": "data", "image_size": 512, "transform": "plain", "eval_batch_size": 8}),
     "StanfordOnlineProducts": Entry({"root": "sop", "sampler": "category", "num_workers": 2}),
-    "VGGFace2": Entry({"root": "vggface2", "cache_dir": "cache"}),
+    "VGGFace2": Entry({"root": "vggface2", "boxes": True}),
     "VehicleID": Entry({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),
     "BoxIndex": Entry({"paths": ["a.jpg"], "objects": OBJECTS, "class_names": ["cat"]}),
     "BoxSet": Entry({"index": BoxIndex(["a.jpg"], OBJECTS, class_names=["cat"]), "root": ".", "train": True}),

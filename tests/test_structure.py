@@ -15,7 +15,7 @@ from tests.source_tree import PACKAGES, REPOSITORY, import_statements, imported_
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"arguments", "checks", "compiled", "csv_rows", "files", "invalid", "lazy_names", "optional_packages"},
+    {"arguments", "checks", "compiled", "files", "invalid", "lazy_names", "optional_packages", "paths"},
     {"first_checks", "packed_strings", "progress", "random_state", "version"},
     {"backend", "command_line"},
     {"checkpoints", "distributed", "plain_data"},

@@ -15,11 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, checked
-from lightning_retrieval.checks import (
-    check_path,
-    check_strings,
-    short_repr,
-)
+from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
@@ -28,6 +24,7 @@ from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.loading import CheckpointedDataModule
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.random_state import seed_or_default
 
@@ -75,8 +72,6 @@ class BoxIndex:
         check_strings("class_names", class_names, owner="BoxIndex")
         if len(paths) == 0:
             raise InvalidValue("must have at least one image", "BoxIndex", "paths", got="none")
-        if len(class_names) == 0:
-            raise InvalidValue("must name at least one class", "BoxIndex", "class_names", got="none")
         if len(paths) != len(objects):
             rule = "must have one entry for each path"
             raise InvalidValue(rule, "BoxIndex", "objects", got=f"{len(objects)} for {len(paths)} paths")
@@ -131,20 +126,11 @@ class BoxIndex:
         return self.paths[int(np.searchsorted(self._ends, position, side="right"))]
 
 
-def _image_objects(given: Any) -> ImageObjects:
-    try:
-        boxes, labels, difficult = given
-        image = ImageObjects(
-            np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
-        )
-    except (TypeError, ValueError):
-        raise InvalidValue(
-            "must have (boxes, labels, difficult) for each image, arrays of 4 numbers, an integer and a flag for "
-            "each object",
-            "BoxIndex",
-            "objects",
-            got=short_repr(given),
-        ) from None
+def _image_objects(given: tuple[Any, Any, Any]) -> ImageObjects:
+    boxes, labels, difficult = given
+    image = ImageObjects(
+        np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
+    )
     if not len(image.boxes) == len(image.labels) == len(image.difficult):
         rule = "must have a box, a label and a difficult flag for each object"
         got = f"{len(image.boxes)}, {len(image.labels)} and {len(image.difficult)}"
@@ -354,7 +340,7 @@ class BoxDataModule(DetectionDataModule):
             `pin_memory`.
 
     Raises:
-        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        FileNotFoundError: if `root` does not contain the files.
         ValueError: if a file is not as expected, a split is missing, or an argument is invalid.
     """
 

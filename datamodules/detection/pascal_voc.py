@@ -8,8 +8,9 @@ from typing import Literal
 from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.datamodules.table_file import ListFile, find_file
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
+from lightning_retrieval.datamodules.table import read_list
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, reported_as
+from lightning_retrieval.paths import find_file
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -17,6 +18,8 @@ CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
+
+LABELS = {name: label for label, name in enumerate(CLASSES, 1)}
 
 # (number of images, number of objects that are not difficult)
 TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
@@ -82,23 +85,22 @@ class PascalVOC(BoxDataModule):
         paths = [path for set_paths, _ in train for path in set_paths]
         objects = [image for _, set_objects in train for image in set_objects]
         test_paths, test_objects = self._read_set("VOC2007", "test")
-        return {
-            "train": BoxIndex(paths, objects, class_names=CLASSES),
-            "test": BoxIndex(test_paths, test_objects, class_names=CLASSES),
-        }
+        with reported_as("PascalVOC"):
+            return {
+                "train": BoxIndex(paths, objects, class_names=CLASSES),
+                "test": BoxIndex(test_paths, test_objects, class_names=CLASSES),
+            }
 
     def _read_set(self, year: str, name: str) -> tuple[list[str], list[Objects]]:
         """Paths of the images of a set, relative to the root, and their objects."""
         listed = f"{year}/ImageSets/Main/{name}.txt"
         found = find_file(self.root, listed, f"VOCdevkit/{listed}")
-        file = ListFile(found)
-        (names,) = file.columns(1)
-        file.check_not_empty(name, names)
-        file.check_unique("image", names)
+        table = read_list(found, "image")
+        table.check_unique("image")
         folder = found.parents[2]
         relative = folder.relative_to(self.root).as_posix()
         paths, objects = [], []
-        for image in names:
+        for image in table["image"]:
             paths.append(f"{relative}/JPEGImages/{image}.jpg")
             objects.append(read_annotation(folder / "Annotations" / f"{image}.xml"))
         return paths, objects
@@ -111,37 +113,18 @@ def read_annotation(path: Path) -> Objects:
         FileNotFoundError: if the file does not exist.
         ValueError: if the file is not XML (the message has the line), or if an object is invalid.
     """
-    try:
-        tree = ElementTree.parse(path)
-    except FileNotFoundError:
+    if not path.is_file():
         rule = f"the annotation {path} does not exist, but its image is listed"
-        raise MissingFile(rule, cure="unpack the archive again") from None
-    except ElementTree.ParseError as error:
-        line = error.position[0]
-        got = f"an error in line {line} ({error})"
-        cure = "unpack the archive again"
-        raise InvalidValue(f"{path} must be an XML file", got=got, cure=cure) from None
+        raise MissingFile(rule, cure="unpack the archive again")
     boxes, labels, difficult = [], [], []
-    for number, thing in enumerate(tree.getroot().findall("object"), 1):
-        name = thing.findtext("name", "").strip()
-        if name not in CLASSES:
-            got = f"{name!r} in object {number}"
-            raise InvalidValue(f"{path} must name objects of the classes {', '.join(CLASSES)}", got=got)
-        boxes.append(_box(path, number, thing))
-        labels.append(CLASSES.index(name) + 1)
-        difficult.append(thing.findtext("difficult", "0").strip() == "1")
-    return boxes, labels, difficult
-
-
-def _box(path: Path, number: int, thing: ElementTree.Element) -> list[float]:
-    texts = [thing.findtext(f"bndbox/{side}", "") for side in _SIDES]
     try:
-        left, top, right, bottom = map(float, texts)
-    except ValueError:
-        rule = f"{path} must give each object a box of numbers {', '.join(_SIDES)}"
-        raise InvalidValue(rule, got=f"{texts} in object {number}") from None
-    box = [left - 1, top - 1, right, bottom]
-    if box[0] >= box[2] or box[1] >= box[3]:
-        rule = f"{path} must give each object a box with xmin <= xmax and ymin <= ymax"
-        raise InvalidValue(rule, got=f"{texts} in object {number}")
-    return box
+        for thing in ElementTree.parse(path).getroot().findall("object"):
+            labels.append(LABELS[thing.findtext("name", "").strip()])
+            left, top, right, bottom = (float(thing.findtext(f"bndbox/{side}", "")) for side in _SIDES)
+            boxes.append([left - 1, top - 1, right, bottom])
+            difficult.append(thing.findtext("difficult", "0").strip() == "1")
+    except (ElementTree.ParseError, ValueError, KeyError) as error:
+        rule = f"{path} must be an annotation of Pascal VOC"
+        got = f"one that cannot be read ({error!r})"
+        raise InvalidValue(rule, got=got, cure="unpack the archive again") from None
+    return boxes, labels, difficult

@@ -35,7 +35,8 @@ from lightning_retrieval.datamodules.glyphs.characters import (
     read_class_table,
 )
 from lightning_retrieval.files import new_file
-from lightning_retrieval.invalid import InvalidType, InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.paths import check_path
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -46,34 +47,19 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
         FileNotFoundError: if the user has no home folder.
     """
     if cache_dir is None:
-        return _expand_user(_user_cache_folder()) / "lightning-retrieval"
-    if not isinstance(cache_dir, str | Path):
-        raise InvalidType(
-            "must be a string, a path or None", "load_glyph_images", "cache_dir", got=type(cache_dir).__name__
-        )
-    if not str(cache_dir):
-        raise InvalidValue("must name a folder", "load_glyph_images", "cache_dir", got="''")
-    return _expand_user(Path(cache_dir))
+        cache_dir = f"{_user_cache_folder()}/lightning-retrieval"
+    return check_path("cache_dir", cache_dir, owner="load_glyph_images")
 
 
-def _user_cache_folder() -> Path:
+def _user_cache_folder() -> str:
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
+        return os.environ.get("LOCALAPPDATA", "~/AppData/Local")
     if sys.platform == "darwin":
-        return Path("~/Library/Caches")
+        return "~/Library/Caches"
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # according to the XDG specification, an unset, empty or relative path is ignored
-        return Path("~/.cache")
-    return Path(folder)
-
-
-def _expand_user(folder: Path) -> Path:
-    try:
-        return folder.expanduser()
-    except RuntimeError:  # a container user without a home folder; os.path.expanduser would return a folder named ~
-        rule = "must be a folder that can be found"
-        got = f"{str(folder)!r}, but the user has no home folder"
-        raise MissingFile(rule, "load_glyph_images", "cache_dir", got=got, cure="pass another folder") from None
+        return "~/.cache"
+    return folder
 
 
 @contextlib.contextmanager

@@ -13,13 +13,14 @@ from torch.nn.functional import grid_sample
 from torch.utils.data import Dataset
 
 from lightning_retrieval.arguments import Seed, checked
-from lightning_retrieval.checks import check_path, check_strings
+from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import RetrievalDataModule, check_no_unknown_arguments
 from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 

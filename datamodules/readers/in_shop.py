@@ -1,33 +1,20 @@
 """DeepFashion's In-Shop Clothes Retrieval: clothing items in a shop's photographs from several sides."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_retrieval.checks import short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
+from lightning_retrieval.datamodules.table import Table, number_splits, read_list
 from lightning_retrieval.invalid import InvalidValue, owned
+from lightning_retrieval.paths import find_file
 
-PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
-PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
-BOXES_HEADER = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")
-STATUSES = {"train": ("train",), "test": ("query", "gallery")}
-
-
-class _Partition(NamedTuple):
-    """The columns of the list of all images."""
-
-    images: NDArray[np.str_]
-    items: NDArray[np.str_]
-    statuses: NDArray[np.str_]  # "train", "query" or "gallery"
+STATUSES = ("train", "query", "gallery")
 
 
 class InShop(ImageDataModule):
@@ -44,15 +31,14 @@ class InShop(ImageDataModule):
             boxes refer to the images in `img`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
-        ValueError: if both `boxes` and `high_res` are True; if the number of images in a list differs from the number
-            in its first line, the header differs, or a line lacks a field; if an image occurs twice, has an unknown
-            status, or has no box or an empty box.
+        FileNotFoundError: if a list or the folder of images is missing.
+        ValueError: if both `boxes` and `high_res` are True; if the header of a list differs, or a line lacks a field;
+            if an image occurs twice, has an unknown status, or has no box or an empty box.
 
     Example:
         >>> from lightning_retrieval.datamodules import InShop
@@ -95,124 +81,69 @@ class InShop(ImageDataModule):
             )
 
     @owned
-    def sources(self) -> list[Path]:
-        """The partition and, if `boxes` is True, the list of boxes."""
-        found = [self._list(PARTITION).path]
-        if self.boxes:
-            found.append(self._list(BOXES).path)
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of the partition, in its order."""
-        self.sources()  # raises an error if a list is missing
-        partition = self._read_partition()
-        paths = self._image_paths(partition)
+        table = read_list(
+            self._list("list_eval_partition.txt"), "image_name item_id evaluation_status", header=True, skip=1
+        )
+        table.check_unique("image_name")
+        table.check("evaluation_status", lambda status: status not in STATUSES, "be train, query or gallery")
+        names = table["image_name"]
+        folder = self._folder(names[0].split("/")[1])
         # Gender and kind are the two folders below `img`.
-        categories, _ = class_numbers(["/".join(image.split("/")[1:3]) for image in partition.images])
-        boxes = None
-        if self.boxes:
-            boxes = self._read_boxes(partition.images)
-        splits = {}
-        for split, statuses in STATUSES.items():
-            rows = self._rows_of(partition, statuses)
-            labels, names = class_numbers(partition.items[rows])
-            roles = None
-            if split != "train":
-                roles = np.where(partition.statuses[rows] == "query", ROLES["query"], ROLES["gallery"])
-            splits[split] = ImageIndex(
-                paths[rows].tolist(),
-                labels,
-                categories=categories[rows],
-                boxes=None if boxes is None else boxes[rows],
-                roles=roles,
-                names=names,
-                lines=ListLines(self._list(PARTITION), rows, skip=2),
-            )
-        return splits
+        kinds = table.parsed("image_name", lambda name: "/".join(_below_img(name)[:2]))
+        table = table.with_columns(
+            path=[f"{folder}/{name.removeprefix('img/')}" for name in names],
+            label=table["item_id"],
+            category=kinds,
+            box=self._boxes(table) if self.boxes else None,
+        )
+        statuses = np.array(table["evaluation_status"])
+        for status in STATUSES:
+            if not (statuses == status).any():
+                raise InvalidValue(f"the split {status!r} must have at least one image", got=f"none in {table.file}")
+        train, test = (table.chosen(np.flatnonzero((statuses == "train") == of_train)) for of_train in (True, False))
+        roles = [ROLES[status] for status in test["evaluation_status"]]
+        return number_splits({"train": train, "test": test.with_columns(role=roles)})
 
     def check(self) -> DataReport:
         """Count the images and classes of splits, queries and gallery, and look for missing files."""
         report = super().check()
         test = self.splits["test"]
-        for status in STATUSES["test"]:
+        for status in STATUSES[1:]:
             labels = test.labels[test.roles == ROLES[status]]
             counts = (len(labels), len(np.unique(labels)))
             report.splits[status] = (counts, self.published_counts[status])
         return report
 
-    def _list(self, name: str) -> ListFile:
-        return ListFile(find_file(self.root, name, f"Eval/{name}", f"Anno/{name}"))
+    def _list(self, name: str) -> Path:
+        return find_file(self.root, name, f"Eval/{name}", f"Anno/{name}")
 
-    def _read_partition(self) -> _Partition:
-        file = self._list(PARTITION)
-        images, items, statuses = _read_counted(file, PARTITION_HEADER)
-        file.check_unique("image_name", images, skip=2)
-        # The first two lines are the count and the header.
-        for position, (image, status) in enumerate(zip(images, statuses), 2):
-            if status not in ("train", "query", "gallery"):
-                raise file.error(f"`evaluation_status` must be train, query or gallery, got {status!r}", position)
-            folders = image.split("/")
-            if folders[0] != "img" or len(folders) < 4 or ".." in folders:
-                raise file.error(f"`image_name` must be img/gender/kind/..., got {image!r}", position)
-        return _Partition(np.array(images, str), np.array(items, str), np.array(statuses, str))
+    def _folder(self, gender: str) -> str:
+        """The folder with the images in the chosen resolution, below the root."""
+        name = "img_highres" if self.high_res else "img"
+        found = find_file(self.root, f"{name}/{gender}", f"Img/{name}/{gender}")
+        return found.parent.relative_to(self.root).as_posix()
 
-    def _image_paths(self, partition: _Partition) -> NDArray[np.str_]:
-        """The path of each image below the root, in the chosen resolution."""
-        images = partition.images
-        if self.high_res:
-            images = np.char.replace(images, "img/", "img_highres/", 1)
-        example = "img"
-        if len(images):
-            example = "/".join(images[0].split("/")[:2])
-        folder = find_file(self.root, example, f"Img/{example}")
-        if folder.relative_to(self.root).parts[0] == "Img":
-            images = np.char.add("Img/", images)
-        return images
-
-    def _rows_of(self, partition: _Partition, statuses: Sequence[str]) -> NDArray[np.intp]:
-        """The positions of the images with these statuses; raises if a status does not occur."""
-        for status in statuses:
-            of_status = np.flatnonzero(partition.statuses == status)
-            self._list(PARTITION).check_not_empty(status, of_status)
-        return np.flatnonzero(np.isin(partition.statuses, statuses))
-
-    def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
-        """The box of each of these images, of shape (images, 4)."""
-        file = self._list(BOXES)
-        images, _, _, *columns = _read_counted(file, BOXES_HEADER)
-        file.check_unique("image_name", images, skip=2)
-        corners = np.empty((len(images), 4), dtype=np.int32)
-        for side, texts in enumerate(columns):
-            corners[:, side] = file.integers(BOXES_HEADER[3 + side], texts, bits=32, skip=2)
-        row_of = dict(zip(images, range(len(images))))
-        without = find_missing(wanted.tolist(), row_of)
-        if without:
-            raise file.error(
-                f"{file.path} must have a box for each image, got none for {len(without)} images, such as {without[0]}"
-            )
-        rows = np.array([row_of[image] for image in wanted.tolist()])
-        boxes: NDArray[np.int32] = corners[rows]
-        left, top, right, bottom = boxes.T
-        empty = rows[(right <= left) | (bottom <= top)]
-        if len(empty):
-            first = int(empty.min())
-            problem = f"`boxes` must contain at least one pixel, got {corners[first].tolist()} for {images[first]}"
-            raise file.error(problem, first + 2)
-        return boxes
+    def _boxes(self, images: Table) -> list[tuple[int, ...]]:
+        """The box of each image."""
+        names = "image_name clothes_type pose_type x_1 y_1 x_2 y_2"
+        table = read_list(self._list("list_bbox_inshop.txt"), names, header=True, skip=1)
+        table.check_unique("image_name")
+        sides = [table.parsed(side, int) for side in ("x_1", "y_1", "x_2", "y_2")]
+        table = table.with_columns(box=list(zip(*sides)))
+        table.check("box", lambda box: box[0] >= box[2] or box[1] >= box[3], "contain at least one pixel")
+        box_of = dict(zip(table["image_name"], table["box"]))
+        missing = [name for name in images["image_name"] if name not in box_of]
+        if missing:
+            rule = f"{table.file} must have a box for each image"
+            raise InvalidValue(rule, got=f"none for {len(missing)} images, such as {missing[0]}")
+        return [box_of[name] for name in images["image_name"]]
 
 
-def _read_counted(file: ListFile, header: Sequence[str]) -> list[list[str]]:
-    """The columns of a list whose first line is the number of its rows."""
-    first_line = next(file.lines(), "")
-    try:
-        count = int(first_line)
-    except ValueError:
-        raise file.error(
-            f"line 1 of {file.path} must be the number of images, got {short_repr(first_line.strip())}"
-        ) from None
-    columns = file.columns(len(header), header=header, skip=1)
-    rows = len(columns[0])
-    if count != rows:
-        raise file.error(f"{file.path} must have as many images as its first line says, {count:,}, got {rows:,}")
-    return columns
+def _below_img(name: str) -> list[str]:
+    """The parts of the name of an image below `img`."""
+    top, *parts = name.split("/")
+    if top != "img" or len(parts) < 3 or ".." in parts:
+        raise ValueError("it must be img/gender/kind/...")
+    return parts

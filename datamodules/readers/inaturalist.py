@@ -1,36 +1,25 @@
 """iNaturalist 2018 in the retrieval split of Smooth-AP, with the taxonomy as label levels."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
+from lightning_retrieval.datamodules.table import Table, number_splits, read_list
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, owned
+from lightning_retrieval.paths import find_file
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
 TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest comes first
-
-_Taxonomy = dict[str, Mapping[str, Any]]  # maps a category id to its entry in the taxonomy
-
-
-class _Images(NamedTuple):
-    """The images of a list; each column has one entry for each image."""
-
-    source: ListFile
-    paths: list[str]
-    category_ids: list[int]
-    supercategories: list[str]
 
 
 class INaturalist(ImageDataModule):
@@ -50,7 +39,7 @@ class INaturalist(ImageDataModule):
             None, labels are the species.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
@@ -92,90 +81,62 @@ class INaturalist(ImageDataModule):
             self.levels = _check_levels(tuple(levels))
 
     @owned
-    def sources(self) -> list[Path]:
-        """The lists and, if `levels` are given, the files of the taxonomy."""
-        found = [self._list("train").path, self._list("test").path]
-        if self.levels is not None:
-            found += self._taxonomy_files()
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of all lines of the lists."""
-        taxonomy = None
-        if self.levels is not None:
-            taxonomy = self._read_taxonomy()
-        train, test = _read_list(self._list("train")), _read_list(self._list("test"))
-        shared = _shared_numbers([train, test])
-        if shared and taxonomy is not None:
+        splits = {split: self._table(split) for split in LISTS}
+        groups: dict[int, set[str]] = {}
+        for table in splits.values():
+            for number, group in zip(table["number"], table["category"]):
+                groups.setdefault(number, set()).add(group)
+        shared = {number for number, of_number in groups.items() if len(of_number) > 1}
+        if shared and self.levels is not None:
+            got = f"{min(shared)} in {' and '.join(sorted(groups[min(shared)]))}"
             rule = "need each category id in one supercategory"
-            got = f"{min(shared)} in several, {_where_shared([train, test], min(shared))}"
             raise InvalidValue(rule, "INaturalist", "levels", got=got, cure="set levels=None")
-        # The splits share supercategories, so a supercategory must have the same number in both splits.
-        categories, _ = class_numbers(train.supercategories + test.supercategories)
-        return {
-            "train": self._make_index(train, categories[: len(train.paths)], taxonomy, shared),
-            "test": self._make_index(test, categories[len(train.paths) :], taxonomy, shared),
-        }
+        taxonomy = self._taxonomy() if self.levels is not None else None
+        for split, table in splits.items():
+            # A category id in several supercategories is a class in each of them.
+            labels = [(n, group if n in shared else "") for n, group in zip(table["number"], table["category"])]
+            levels = None if taxonomy is None else self._labels_of_levels(taxonomy, table["number"])
+            splits[split] = table.with_columns(label=labels, levels=levels)
+        return number_splits(splits, name_of_class=_name_of_class)
 
-    def _make_index(
-        self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None, shared: set[int]
-    ) -> ImageIndex:
-        """The index of a list; a category id in several supercategories is a separate class in each of them."""
-        keys = _class_keys(images, shared)
-        labels, _ = class_numbers(keys)
-        names = []
-        for category_id, supercategory in sorted(set(keys)):
-            names.append(f"{supercategory}/{category_id}".lstrip("/"))
-        levels = None
-        if taxonomy is not None:
-            levels = self._labels_of_levels(taxonomy, labels, names)
-        lines = ListLines(images.source)
-        return ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names, lines=lines)
-
-    def _list(self, split: str) -> ListFile:
+    def _table(self, split: str) -> Table:
         name = LISTS[split]
-        return ListFile(find_file(self.root, f"Inat_dataset_splits/{name}", name))
+        table = read_list(find_file(self.root, f"Inat_dataset_splits/{name}", name), "path")
+        table.check("path", leaves_root, "lie inside the root")
+        table.check_unique("path")
+        numbers, groups = zip(*table.parsed("path", _number_and_group))
+        return table.with_columns(number=numbers, category=groups)
 
-    def _taxonomy_files(self) -> list[Path]:
-        """The files of the taxonomy that exist; at least one must exist."""
-        found = []
-        for name in TAXONOMIES:
-            if (self.root / name).is_file():
-                found.append(self.root / name)
-        if not found:
-            found.append(find_file(self.root, *reversed(TAXONOMIES)))  # raises an error with advice
-        return found
-
-    def _read_taxonomy(self) -> _Taxonomy:
+    def _taxonomy(self) -> dict[int, dict[str, Any]]:
         """The categories by id, from the first file whose categories have all ranks."""
         ranks = LEVELS[1:]
-        problem = ""
-        for path in self._taxonomy_files():
-            categories = _read_categories(path)
-            missing = _missing_ranks(categories, ranks)
-            if categories and not missing:
-                return categories
-            problem = f"{path} without {', '.join(missing) or 'any category'}"
-        raise InvalidValue(f"need categories with {', '.join(ranks)}", "INaturalist", "levels", got=problem)
+        found = [self.root / name for name in TAXONOMIES if (self.root / name).is_file()]
+        for path in found or [find_file(self.root, *reversed(TAXONOMIES))]:
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                entries = content["categories"] if isinstance(content, dict) else content
+                if entries and all(rank in entry for entry in entries for rank in ranks):
+                    return {int(entry["id"]): entry for entry in entries}
+            except (ValueError, KeyError, TypeError) as error:
+                rule = f"{path} must be JSON with a list of categories, each with an id"
+                raise InvalidValue(rule, "INaturalist", got=repr(error)) from None
+        got = f"{path} without one of them"
+        raise InvalidValue(f"need categories with {', '.join(ranks)}", "INaturalist", "levels", got=got)
 
-    def _labels_of_levels(
-        self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
-    ) -> NDArray[np.int64]:
+    def _labels_of_levels(self, taxonomy: Mapping[int, Mapping[str, Any]], numbers: Sequence[int]) -> Any:
         """The label of each image at each level, of shape (images, levels)."""
-        unknown = find_missing(names, taxonomy)
+        different = set(numbers)
+        unknown = different - taxonomy.keys()
         if unknown:
-            got = f"none for {len(unknown)} of {len(names)}, such as {unknown[0]}"
+            got = f"none for {len(unknown)} of {len(different)}, such as {min(unknown)}"
             raise InvalidValue("need the taxonomy of each category", "INaturalist", "levels", got=got)
-        columns = []
-        for level in self.levels or ():
-            if level == "species":
-                columns.append(labels)
-                continue
+        columns = [class_numbers(numbers)[0]]
+        for level in (self.levels or ())[1:]:
             ranks = LEVELS[LEVELS.index(level) :]
-            taxa = [_taxon(taxonomy[name], ranks) for name in names]
-            taxon_labels, _ = class_numbers(taxa)
-            columns.append(taxon_labels[labels])
+            taxon_of = {number: _taxon(taxonomy[number], ranks) for number in different}
+            columns.append(class_numbers([taxon_of[number] for number in numbers])[0])
         return np.stack(columns, 1)
 
 
@@ -187,88 +148,15 @@ def _check_levels(levels: tuple[str, ...]) -> tuple[str, ...]:
     return levels
 
 
-def _read_list(file: ListFile) -> _Images:
-    """The images of a list, whose lines end in `<supercategory>/<category id>/<image>`."""
-    images = _Images(file, [], [], [])
-    for number, line in enumerate(file.lines(), 1):
-        image = line.strip()
-        if not image:
-            continue
-        parts = image.split("/")
-        if len(parts) < 3 or not re.fullmatch("[0-9]{1,18}", parts[-2]):
-            raise file.error(
-                f"each line of {file.path} must be <folder>/<supercategory>/<category id>/<image>, got "
-                f"{image[:200]!r} (line {number})"
-            )
-        images.paths.append(image)
-        images.category_ids.append(int(parts[-2]))
-        images.supercategories.append(parts[-3])
-    if not images.paths:
-        raise file.error(f"{file.path} must name at least one image, got none")
-    file.check_unique("image", images.paths)
-    return images
+def _number_and_group(path: str) -> tuple[int, str]:
+    """The category id and the supercategory in a path `<folder>/<supercategory>/<category id>/<image>`."""
+    *_, group, number, _ = path.split("/")
+    return int(number), group
 
 
-def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
-    """The category ids that occur in several supercategories."""
-    supercategory_of: dict[int, str] = {}
-    shared: set[int] = set()
-    for images in lists:
-        for category_id, supercategory in zip(images.category_ids, images.supercategories):
-            if supercategory_of.setdefault(category_id, supercategory) != supercategory:
-                shared.add(category_id)
-    return shared
-
-
-def _where_shared(lists: Sequence[_Images], number: int) -> str:
-    """Name two supercategories with the same category id, and a line of each, for an error message."""
-    line_of: dict[str, str] = {}
-    for images in lists:
-        for position, (category_id, supercategory) in enumerate(zip(images.category_ids, images.supercategories)):
-            if category_id == number and supercategory not in line_of:
-                line_of[supercategory] = f"{supercategory} ({images.source.where(position)})"
-    first, second, *_ = line_of.values()
-    return f"{first} and {second}"
-
-
-def _class_keys(images: _Images, shared: set[int]) -> list[tuple[int, str]]:
-    """The class of each image, as its category id and, if several supercategories share the id, its supercategory."""
-    keys = []
-    for category_id, supercategory in zip(images.category_ids, images.supercategories):
-        if category_id not in shared:
-            supercategory = ""
-        keys.append((category_id, supercategory))
-    return keys
-
-
-def _read_categories(path: Path) -> _Taxonomy:
-    """The categories of a file of the taxonomy, by id."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            content = content["categories"]
-        ids = [str(category["id"]) for category in content]
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be JSON with a list of categories, each with an id"
-        raise InvalidValue(rule, "INaturalist", got=repr(error)) from None
-    categories: _Taxonomy = {}
-    for position, (category_id, category) in enumerate(zip(ids, content)):
-        if categories.setdefault(category_id, category) != category:
-            raise InvalidValue(
-                f"each category must have one entry in {path}",
-                "INaturalist",
-                got=f"the id {category_id} in the entries {ids.index(category_id)} and {position} of its "
-                "categories, which differ",
-            )
-    return categories
-
-
-def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:
-    """The ranks that at least one of the categories lacks."""
-    in_all = set(ranks)
-    for category in categories.values():
-        in_all.intersection_update(category)
-    return find_missing(ranks, in_all)
+def _name_of_class(label: tuple[int, str]) -> str:
+    number, group = label
+    return f"{group}/{number}".lstrip("/")
 
 
 def _taxon(category: Mapping[str, Any], ranks: Sequence[str]) -> str:

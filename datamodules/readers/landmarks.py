@@ -2,30 +2,22 @@
 
 import os
 import warnings
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, normalized_path
+from lightning_retrieval.datamodules.table import Table, normalized_path, number_splits, read_list
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, owned
-from lightning_retrieval.preparation.decoding import list_folder
+from lightning_retrieval.paths import find_file
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
-
-
-class _Row(NamedTuple):
-    split: str
-    source: str  # URL or path
-    path: str  # below the root; empty if the file is missing
-    landmark: int
-    position: int  # position in its list
 
 
 class LandmarksClean(ImageDataModule):
@@ -47,7 +39,7 @@ class LandmarksClean(ImageDataModule):
         images: the folder, relative to the root, with the images of the URLs.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
@@ -83,69 +75,31 @@ class LandmarksClean(ImageDataModule):
         self.images = images
 
     @owned
-    def sources(self) -> list[Path]:
-        """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
-        lists = self._lists().values()
-        folders = set[Path]()
-        below = deque([self.root / self.images])
-        while below:
-            folder = below.popleft()
-            folders.add(folder)
-            below += [inner for inner in list_folder(folder).folders if not inner.is_symlink()]
-        for file in lists:
-            for row in file.rows(2, more=True):
-                if not _is_url(row[0]):
-                    folders.add(self.root / Path(row[0]).parent)
-        found = [file.path for file in lists]
-        for folder in sorted(folders):
-            if folder.is_dir():
-                found.append(folder)
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
-        """The lines of the lists whose images exist."""
-        rows: list[_Row] = []
-        for split, file in self._lists().items():
-            rows += self._read_rows(split, file)
-        self._warn_of_missing(rows)
-        kept = _without_ambiguous(rows)
-        # The splits share landmarks, so a landmark must have the same number in both splits.
-        labels, names = class_numbers([row.landmark for row in kept])
-        splits = {}
-        for split, file in self._lists().items():
-            chosen = [number for number, row in enumerate(kept) if row.split == split]
-            paths = [kept[number].path for number in chosen]
-            self._check_has_images(split, rows, paths)
-            lines = ListLines(file, [kept[number].position for number in chosen])
-            splits[split] = ImageIndex(paths, labels[chosen], names=names, lines=lines)
-        return splits
-
-    def _lists(self) -> dict[str, ListFile]:
-        """The list of each split. The test split is left out if its list does not exist."""
-        found = {}
+        """The lines of the lists whose images exist, each file once."""
+        splits: dict[str, Table] = {}
         for split, name in LISTS.items():
             exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
             if split == "train" or exists:
-                path = find_file(self.root, f"annotations/{name}", name)
-                found[split] = ListFile(path)
-        return found
+                splits[split] = self._table(find_file(self.root, f"annotations/{name}", name))
+        self._warn_of_missing(splits)
+        kept = _rows_without_ambiguous(splits)
+        for split, table in splits.items():
+            if not kept[split]:
+                got = f"{self._image_folder([table])} with none of {len(table)}"
+                raise InvalidValue(f"must contain images of {LISTS[split]}", "LandmarksClean", "images", got=got)
+            splits[split] = table.chosen(np.array(kept[split]))
+        return number_splits(splits, common=("label",))
 
-    def _read_rows(self, split: str, file: ListFile) -> list[_Row]:
-        sources = []
-        landmark_ids = []
-        for source, landmark_id, *_ in file.rows(2, more=True):
-            sources.append(source)
-            landmark_ids.append(landmark_id)
-        landmarks = file.integers("landmark", landmark_ids)
+    def _table(self, file: Path) -> Table:
+        """The rows of a list, with the path of each image below the root, empty if the file is missing."""
+        table = read_list(file, "source landmark", more=True)
+        sources = table["source"]
         downloaded = set[str]()
         if any(map(_is_url, sources)):
             downloaded.update(os.listdir(find_file(self.root, self.images, argument="images")))
-        rows = []
-        for position, (source, landmark) in enumerate(zip(sources, landmarks)):
-            image = self._find_image(source, downloaded)
-            rows.append(_Row(split, source, image, landmark, position))
-        return rows
+        paths = [self._find_image(source, downloaded) for source in sources]
+        return table.with_columns(path=paths, label=table.parsed("landmark", int))
 
     def _find_image(self, source: str, downloaded: set[str]) -> str:
         """The path of an image below the root; empty if the file is missing."""
@@ -163,35 +117,23 @@ class LandmarksClean(ImageDataModule):
                 return (Path(self.images) / name).as_posix()
         return ""
 
-    def _warn_of_missing(self, rows: Sequence[_Row]) -> None:
-        images_of = Counter[str]()
-        missing_of = Counter[str]()
-        example = ""
-        for row in rows:
-            images_of[row.split] += 1
-            if not row.path:
-                missing_of[row.split] += 1
-                example = example or row.source
-        if example:
-            counts = ", ".join(f"{missing_of[split]} of {images} of {split}" for split, images in images_of.items())
+    def _warn_of_missing(self, splits: Mapping[str, Table]) -> None:
+        missing = []
+        for table in splits.values():
+            missing += [source for path, source in zip(table["path"], table["source"]) if not path]
+        if missing:
+            images = sum(map(len, splits.values()))
             warnings.warn(
-                f"LandmarksClean: skipped {missing_of.total()} images that are not in {self._image_folder(rows)} "
-                f"({counts}), such as that of {example}.",
+                f"LandmarksClean: skipped {len(missing)} images that are not in {self._image_folder(splits.values())} "
+                f"(of {images}), such as that of {missing[0]}.",
                 stacklevel=3,
             )
 
-    def _check_has_images(self, split: str, rows: Sequence[_Row], paths: Sequence[str]) -> None:
-        if not paths:
-            of_split = [row for row in rows if row.split == split]
-            got = f"{self._image_folder(of_split)} with none of {len(of_split)}"
-            raise InvalidValue(f"must contain images of {LISTS[split]}", "LandmarksClean", "images", got=got)
-
-    def _image_folder(self, rows: Sequence[_Row]) -> Path:
+    def _image_folder(self, tables: Iterable[Table]) -> Path:
         """The folder that contains the images of these rows, for messages."""
-        for row in rows:
-            if not _is_url(row.source):
-                return self.root
-        return self.root / self.images
+        if all(_is_url(source) for table in tables for source in table["source"]):
+            return self.root / self.images
+        return self.root
 
 
 def _is_url(source: str) -> bool:
@@ -213,29 +155,32 @@ def _mirrored_path(url: str) -> str:
     return normalized_path(f"{host}/{path}")
 
 
-def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
-    """The rows whose files exist, each file once, without files that are listed with several landmarks."""
-    rows_of_path: dict[str, list[_Row]] = defaultdict(list)
-    for row in rows:
-        if row.path:
-            rows_of_path[row.path].append(row)
-    kept = []
-    shared = []
-    ambiguous = 0
-    skipped = 0
-    for of_path in rows_of_path.values():
-        if len(of_path) > 1:
-            shared.append(of_path)
-        if len({row.landmark for row in of_path}) > 1:
+def _rows_without_ambiguous(splits: Mapping[str, Table]) -> dict[str, list[int]]:
+    """The rows of each split whose files exist, each file once, without those that have several landmarks."""
+    rows_of_path: dict[str, list[tuple[str, int]]] = {}
+    for split, table in splits.items():
+        for row, path in enumerate(table["path"]):
+            if path:
+                rows_of_path.setdefault(path, []).append((split, row))
+    kept: dict[str, list[int]] = {split: [] for split in splits}
+    labels = {split: table["label"] for split, table in splits.items()}
+    shared: list[list[tuple[str, int]]] = []
+    ambiguous = skipped = 0
+    for rows in rows_of_path.values():
+        if len(rows) > 1:
+            shared.append(rows)
+        if len({labels[split][row] for split, row in rows}) > 1:
             ambiguous += 1
-            skipped += len(of_path)
-        else:
-            kept.append(of_path[0])
-            skipped += len(of_path) - 1
+            skipped += len(rows)
+            continue
+        split, row = rows[0]
+        kept[split].append(row)
+        skipped += len(rows) - 1
     if shared:
+        first, second = (splits[split]["source"][row] for split, row in shared[0][:2])
         warnings.warn(
-            f"LandmarksClean: {len(shared)} file names belong to several lines, such as {shared[0][0].source} and "
-            f"{shared[0][1].source}; skipped {skipped} lines, including all of {ambiguous} names with several "
+            f"LandmarksClean: {len(shared)} file names belong to several lines, such as {first} and "
+            f"{second}; skipped {skipped} lines, including all of {ambiguous} names with several "
             "landmarks. Store the images as <host>/<path>, as `wget -x` does, to keep them apart.",
             stacklevel=3,
         )

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.invalid import InvalidValue
 
-MOST_LEVELS = 20  # levels of nested containers; code that walks very deep levels would exceed Python's recursion limit
 PLAIN_KINDS = "biufcSU"  # kinds of dtypes: bool, integers, floats, complex numbers, bytes and text
 
 # NumPy's functions, found without their module path, which depends on the version.
@@ -30,8 +29,7 @@ def load_plain_pickle(path: Path) -> Any:
         path: the file.
 
     Raises:
-        ValueError: if the pickle needs another function or type (the message has the name), cannot be unpickled, or has
-            containers nested more than `MOST_LEVELS` deep.
+        ValueError: if the pickle needs another function or type (the message has the name), or cannot be unpickled.
     """
     with path.open("rb") as file:
         try:
@@ -43,26 +41,7 @@ def load_plain_pickle(path: Path) -> Any:
         except Exception as error:  # pickle does not document which errors it raises
             rule = f"{path} must be a pickle"
             raise InvalidValue(rule, got=f"a file that cannot be read as one ({error})") from None
-    if _is_nested_deeply(value):
-        rule = f"{path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels"
-        raise InvalidValue(rule, got="more", cure="download the file from its official source")
     return value
-
-
-def _is_nested_deeply(value: Any) -> bool:
-    """Whether containers are nested more than `MOST_LEVELS` deep, or contain themselves."""
-    level: list[Any] = [[value]]
-    for _ in range(MOST_LEVELS + 1):
-        inner: dict[int, Any] = {}  # keyed by `id`, because a list may occur several times
-        for outer in level:
-            parts = outer
-            if isinstance(outer, dict):
-                parts = (*outer.keys(), *outer.values())
-            for part in parts:
-                if isinstance(part, (list, tuple, dict, set, frozenset)):
-                    inner[id(part)] = part
-        level = list(inner.values())
-    return len(level) > 0
 
 
 class _ForbiddenError(Exception):

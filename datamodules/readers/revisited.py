@@ -4,6 +4,7 @@ For each query, the ground truth lists the database images that are easy positiv
 all other images are negatives.
 """
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,28 +19,26 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ReadingSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
-from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths
+from lightning_retrieval.datamodules.table import Table, number_splits, read_list
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.metrics import RevisitedMetrics
+from lightning_retrieval.paths import check_path, find_file
 from lightning_retrieval.preparation.prepare import open_image
 from lightning_retrieval.preparation.training_transforms import PaperName
 
-KEYS = ("imlist", "qimlist", "gnd")
 LISTS = ("easy", "hard", "junk")
 OFFICIAL_PICKLES = {"gnd_roxford5k.pkl", "gnd_rparis6k.pkl"}
 DISTRACTORS = "revisitop1m.txt"
 IMAGE_FOLDERS = ("jpg", "images")
 MAX_PIXELS = np.iinfo(np.int32).max  # larger than any image
 FULL_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
-MAX_SHOWN = 80  # number of characters of an invalid value that a message shows
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class GroundTruth:
 
     images: list[str]
     queries: list[str]
-    boxes: list[list[float]]
+    boxes: list[tuple[int, int, int, int]]
     lists: dict[str, list[list[int]]]
 
 
@@ -71,117 +70,58 @@ def read_ground_truth(path: Path) -> GroundTruth:
             instead of the revisited protocol, or has an invalid value.
     """
     content = load_plain_pickle(path)
-    if not isinstance(content, dict):
-        raise InvalidValue(f"{path} must be a dict with imlist, qimlist and gnd", got=type(content).__name__)
-    if not content.keys() >= set(KEYS):
-        rule = f"{path} must be a dict with imlist, qimlist and gnd"
-        raise InvalidValue(rule, got=f"one with {sorted(map(str, content))}")
-    images = _parse_names(path, "imlist", content["imlist"])
-    queries = _parse_names(path, "qimlist", content["qimlist"])
-    in_both = set(images) & set(queries)
-    if in_both:
-        raise InvalidValue(
-            f"must not contain queries in {path}",
-            argument="imlist",
-            got=f"{len(in_both)}, such as {min(in_both)!r} at position {images.index(min(in_both))}, which is at "
-            f"position {queries.index(min(in_both))} of `qimlist`",
-        )
-    entries = content["gnd"]
-    _check_number_of_entries(path, entries, len(queries))
-    truth = GroundTruth(images, queries, [], {"easy": [], "hard": [], "junk": []})
-    for number, (query, entry) in enumerate(zip(queries, entries)):
-        _add_entry(path, f"query {number} ({query}) in {path}", entry, truth)
+    try:
+        images, queries = _names(content["imlist"]), _names(content["qimlist"])
+        if len(content["gnd"]) != len(queries):
+            rule = "must have one entry for each query"
+            raise InvalidValue(rule, argument="gnd", got=f"{len(content['gnd'])} for {len(queries)}")
+        in_both = set(images) & set(queries)
+        if in_both:
+            raise InvalidValue("must not contain queries", argument="imlist", got=repr(min(in_both)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from None
+    truth = GroundTruth(images, queries, [], {kind: [] for kind in LISTS})
+    for query, entry in zip(queries, content["gnd"]):
+        try:
+            _add_entry(entry, truth)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise _damaged(path, error, f" of the query {query}") from None
     return truth
 
 
-def _check_number_of_entries(path: Path, entries: Any, queries: int) -> None:
-    found: Any = type(entries).__name__
-    if isinstance(entries, (list, tuple)):
-        found = len(entries)
-    if found != queries:
-        raise InvalidValue(f"must have one entry for each of {queries} queries in {path}", argument="gnd", got=found)
+def _damaged(path: Path, error: Exception, where: str = "") -> InvalidValue:
+    """The error for a file whose content is wrong, which names what could not be read."""
+    rule = f"{path} must have imlist, qimlist and gnd, with bbx, easy, hard and junk of each query"
+    return InvalidValue(rule, got=f"an error in the entries{where}: {' '.join(str(error).split())}")
 
 
-def _add_entry(path: Path, where: str, entry: Any, truth: GroundTruth) -> None:
-    """Add the box and the lists of one query to the ground truth."""
-    keys = set()
-    if isinstance(entry, dict):
-        keys = set(entry)
-    if "ok" in keys and not keys >= {"easy", "hard"}:
-        rule = f"{path} must be of the revisited protocol, with easy and hard images"
-        got = "the original protocol with `ok`"
-        raise InvalidValue(rule, got=got, cure="use the gnd_r*.pkl of the revisited data sets")
-    if not keys >= {"bbx", *LISTS}:
-        raise InvalidValue(f"must have bbx, easy, hard and junk of {where}", argument="gnd", got=sorted(map(str, keys)))
-    truth.boxes.append(_parse_box(where, entry["bbx"]))
-    times_listed = Counter[int]()
-    for kind in LISTS:
-        positions = _parse_positions(f"`{kind}` of {where}", entry[kind], len(truth.images))
-        truth.lists[kind].append(positions)
-        times_listed.update(positions)
-    for position, times in times_listed.items():
-        if times > 1:
-            rule = f"easy, hard and junk must list an image only once for {where}"
-            raise InvalidValue(rule, got=f"{position} ({truth.images[position]}) twice")
-
-
-def _parse_names(path: Path, key: str, values: Any) -> list[str]:
-    names = _to_list(values)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise InvalidValue(f"must be a list of names in {path}", argument=key, got=_shown(values))
-    first_with: dict[str, int] = {}
-    for position, name in enumerate(names):
-        first = first_with.setdefault(name, position)
-        if first != position:
-            rule = f"must contain each name only once in {path}"
-            raise InvalidValue(rule, argument=key, got=f"{name!r} twice, at positions {first} and {position}")
-        if leaves_root(name):
-            rule = "must be names of images inside the root"
-            raise InvalidValue(rule, argument=key, got=f"{name!r} at position {position} in {path}")
+def _names(values: Any) -> list[str]:
+    """Names of images inside the root, each once."""
+    names = [str(name) for name in values]
+    for name, count in Counter(names).items():
+        if count > 1 or leaves_root(name):
+            raise ValueError(f"names must lie inside the root, each once, got {name!r}")
     return names
 
 
-def _parse_box(where: str, values: Any) -> list[float]:
-    box = _to_list(values) or []
-    if len(box) != 4 or not all(map(_is_side, box)):
-        raise InvalidValue(f"must be 4 finite numbers of pixels for {where}", argument="bbx", got=_shown(values))
-    return box
-
-
-def _parse_positions(where: str, values: Any, num_images: int) -> list[int]:
-    positions = _to_list(values)
-    if positions is None or not all(map(_is_integer, positions)):
-        raise InvalidValue(f"{where} must be a list of integers", got=_shown(values))
-    for position in positions:
-        if not 0 <= position < num_images:
-            raise InvalidValue(f"{where} must be positions in imlist, from 0 to {num_images - 1}", got=position)
-    return positions
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_side(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < MAX_PIXELS  # False for NaN
-
-
-def _shown(values: Any) -> str:
-    return str(values)[:MAX_SHOWN]
-
-
-def _to_list(values: Any) -> list[Any] | None:
-    """The entries of a list, tuple or array, with NumPy's types converted to Python's; None for other values."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, (list, tuple)):
-        return None
-    entries = []
-    for entry in values:
-        if isinstance(entry, np.generic):
-            entry = entry.item()
-        entries.append(entry)
-    return entries
+def _add_entry(entry: Any, truth: GroundTruth) -> None:
+    """Add the box and the lists of one query to the ground truth."""
+    if "ok" in entry and "easy" not in entry:
+        raise ValueError("`ok` is of the original protocol; use the gnd_r*.pkl of the revisited data sets")
+    left, top, right, bottom = map(round, entry["bbx"])  # Pillow rounds boxes in the same way
+    truth.boxes.append((left, top, right, bottom))
+    if left >= right or top >= bottom or max(map(abs, truth.boxes[-1])) >= MAX_PIXELS:
+        raise ValueError(f"`bbx` must contain at least one pixel, got {truth.boxes[-1]}")
+    times_listed = Counter[int]()
+    for kind in LISTS:
+        positions = list(map(operator.index, entry[kind]))
+        truth.lists[kind].append(positions)
+        times_listed.update(positions)
+    for position, times in times_listed.items():
+        if not 0 <= position < len(truth.images):
+            raise ValueError(f"positions must be from 0 to {len(truth.images) - 1}, got {position}")
+        if times > 1:
+            raise ValueError(f"easy, hard and junk must list {truth.images[position]} once")
 
 
 class RevisitedImages(ImageSet):
@@ -262,33 +202,22 @@ class _Revisited(ImageDataModule):
         return read_ground_truth(self._pickle())
 
     @owned
-    def sources(self) -> list[Path]:
-        """The ground truth and, if there are distractors, their list."""
-        found = [self._pickle()]
-        if self.distractors is not None:
-            found.append(self._distractor_list(self.distractors))
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The database, then the distractors, then the queries. Database ids are the positions in `imlist`."""
         truth = self.ground_truth
-        self.sources()  # raises an error if a list is missing
         folder = self._image_folder(self._pickle().parent)
-        database = join_paths(folder, truth.images, ".jpg")
         distractors = self._read_distractors()
-        queries = join_paths(folder, truth.queries, ".jpg")
-        num_gallery = len(database) + len(distractors)
-        roles = [ROLES["gallery"]] * len(database)
-        roles += [ROLES["distractor"]] * len(distractors)
-        roles += [ROLES["query"]] * len(queries)
-        boxes = None
+        num_gallery, num_queries = len(truth.images) + len(distractors), len(truth.queries)
+        roles = [ROLES["gallery"]] * len(truth.images) + [ROLES["distractor"]] * len(distractors)
+        database, queries = ([f"{folder}/{name}.jpg" for name in names] for names in (truth.images, truth.queries))
+        columns: dict[str, Any] = {
+            "path": database + distractors + queries,
+            "label": [*[None] * num_gallery, *range(num_queries)],
+            "role": roles + [ROLES["query"]] * num_queries,
+        }
         if self.crop_queries:
-            boxes = [FULL_IMAGE] * num_gallery
-            boxes += self._query_boxes(queries)
-        labels = [DISTRACTOR] * num_gallery + list(range(len(queries)))
-        index = ImageIndex(database + distractors + queries, labels, boxes=boxes, roles=roles)
-        return {"test": index}
+            columns["box"] = [FULL_IMAGE] * num_gallery + truth.boxes
+        return number_splits({"test": Table(columns)}, name_of_class=None)
 
     def evaluation_set(self, name: str, index: ImageIndex) -> RevisitedImages:
         """The images, with the lists of the queries, by the id of each query."""
@@ -328,42 +257,21 @@ class _Revisited(ImageDataModule):
             if others:
                 rule = f"must contain {official} or one other gnd_*.pkl"
                 raise InvalidValue(rule, argument="root", got=f"{', '.join(others)} in {folder}")
-        return find_file(self.folder, official)  # raises an error with a suggestion
+        return find_file(self.folder, official)  # raises an error
 
-    def _distractor_list(self, folder: Path) -> Path:
-        return find_file(folder, DISTRACTORS, root_name="distractors")
-
-    def _image_folder(self, folder: Path) -> str:
+    def _image_folder(self, folder: Path, root_name: str = "root") -> str:
         """The subfolder of `folder` that contains the images, relative to the root."""
-        return find_file(folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
-
-    def _query_boxes(self, paths: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """The box of each query in pixels; each box must contain at least one pixel."""
-        boxes = []
-        for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
-            left, top, right, bottom = map(round, sides)  # Pillow rounds boxes in the same way
-            if left >= right or top >= bottom:
-                got = f"{[left, top, right, bottom]} for {path}, query {number} in {self._pickle()}"
-                raise InvalidValue("must contain at least one pixel", argument="boxes", got=got)
-            boxes.append((left, top, right, bottom))
-        return boxes
+        return find_file(folder, *IMAGE_FOLDERS, root_name=root_name).relative_to(self.root).as_posix()
 
     def _read_distractors(self) -> list[str]:
         """The paths of the distractors, relative to the root."""
         if self.distractors is None:
             return []
-        file = ListFile(self._distractor_list(self.distractors))
-        folder = self._image_folder(self.distractors)
-        names = []
-        for number, line in enumerate(file.lines(), 1):
-            name = line.strip()
-            if leaves_root(name):
-                raise file.error(f"the images must lie inside the root, got {name!r} in line {number} of {file.path}")
-            if name:
-                names.append(name)
-        file.check_not_empty("distractors", names)
-        file.check_unique("image", names)
-        return join_paths(folder, names)
+        table = read_list(find_file(self.distractors, DISTRACTORS, root_name="distractors"), "image")
+        table.check("image", leaves_root, "lie inside the root")
+        table.check_unique("image")
+        folder = self._image_folder(self.distractors, "distractors")
+        return [f"{folder}/{name}" for name in table["image"]]
 
 
 class RevisitedOxford(_Revisited):
@@ -390,13 +298,12 @@ class RevisitedOxford(_Revisited):
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
-            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`,
-            `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
-            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
+            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`)
+            and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`, `sampler`,
+            `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
     Raises:
-        FileNotFoundError: if the ground truth, the images or the list of distractors is missing; the message suggests
-            where it may be.
+        FileNotFoundError: if the ground truth, the images or the list of distractors is missing.
         ValueError: if the pickle needs anything but plain values and arrays (no code in it is run), has the format of
             the original protocol, or has an invalid value.
         TypeError: if `image_size` is not an integer.
@@ -445,9 +352,9 @@ class RevisitedParis(_Revisited):
         transform: name of the transform after scaling, see `Preparation`.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
-            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`,
-            `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`,
-            `sampler`, `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
+            `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`, `load_truncated`, `val_fraction`)
+            and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`, `sampler`,
+            `pin_memory`, `persistent_workers`). JPEGs are decoded at full size, even with `reduced_scale`.
 
     Raises:
         FileNotFoundError: as in `RevisitedOxford`.

@@ -5,25 +5,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
+from lightning_retrieval.datamodules.table import Table, number_splits, read_list
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import RandomGalleryMetrics
+from lightning_retrieval.paths import find_file
 
 Size = Literal["small", "medium", "large"]
 ProtocolName = Literal["retrieval", "reid"]
 NUM_VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
 LISTS = "train_test_split"
 ALL_IMAGES, MODELS = "attribute/img2vid.txt", "attribute/model_attr.txt"
-
-_Images = tuple[list[str], list[int]]  # the name of each image, without suffix, and its vehicle's id
+NO_MODEL = 1 << 62  # sorted after all models
 
 
 class _RandomGallerySet(ImageSet):
@@ -65,15 +66,14 @@ class VehicleID(ImageDataModule):
             these vehicles in `attribute/img2vid.txt`, instead of the images in the list.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
             `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
             `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        FileNotFoundError: if a list or the folder of images is missing.
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
-            image occurs twice or with two vehicles, or a vehicle has no images or two models; for `"reid"`, if no
-            vehicle of a test set has two images.
+            image occurs twice, or a vehicle has no images; for `"reid"`, if no vehicle of a test set has two images.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID
@@ -116,42 +116,11 @@ class VehicleID(ImageDataModule):
         self.select_by_vid = select_by_vid
 
     @owned
-    def sources(self) -> list[Path]:
-        """The lists; if `select_by_vid` is True, the list of all images; and, if it exists, the list of models."""
-        names = list(self._lists().values())
-        if self.select_by_vid:
-            names.append(ALL_IMAGES)
-        found = [find_file(self.root, name) for name in names]
-        if (self.root / MODELS).exists():
-            found.append(self.root / MODELS)
-        return found
-
-    @owned
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of the lists or, with `select_by_vid`, of `img2vid.txt`."""
-        self.sources()  # raises an error if a list is missing
-        folder = find_file(self.root, "image", "images").name
-        all_images = self._read_images(ALL_IMAGES) if self.select_by_vid else None
-        model_of = self._read_models()
-        vehicle_of: dict[str, int] = {}  # the vehicle of each image, from all lists
-        splits: dict[str, ImageIndex] = {}
-        for split, name in self._lists().items():
-            images, vehicles = self._read_images(name)
-            self._list(name).check_not_empty(split, images)
-            lines = ListLines(self._list(name))
-            if all_images is not None:
-                images, vehicles, rows = self._images_of(set(vehicles), all_images)
-                lines = ListLines(self._list(ALL_IMAGES), rows)
-            _check_one_vehicle_each(lines, images, vehicles, vehicle_of)
-            if split != "train":
-                self._check_protocol(name, vehicles)
-            labels, names = class_numbers(vehicles)
-            categories = None
-            if model_of is not None:
-                categories = [model_of.get(vehicle, model_of[None]) for vehicle in vehicles]
-            paths = join_paths(folder, images, ".jpg")
-            splits[split] = ImageIndex(paths, labels, categories=categories, names=names, lines=lines)
-        return splits
+        lists = {"train": "train_list"}
+        lists |= {size: f"test_list_{NUM_VEHICLES[size]}" for size in self.sizes}
+        return number_splits({split: self._table(split, f"{LISTS}/{name}.txt") for split, name in lists.items()})
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
         """The images of a test set, or of held-out training vehicles, evaluated by the protocol."""
@@ -159,78 +128,37 @@ class VehicleID(ImageDataModule):
             return super().evaluation_set(name, index)
         return _RandomGallerySet(index, self.root, self.eval_transform, seed=self.seed, **self.reading)
 
-    def _list(self, name: str) -> ListFile:
-        return ListFile(self.root / name)
-
-    def _lists(self) -> dict[str, str]:
-        """The path of each split's list, relative to the root."""
-        found = {"train": f"{LISTS}/train_list.txt"}
-        for size in self.sizes:
-            found[size] = f"{LISTS}/test_list_{NUM_VEHICLES[size]}.txt"
-        return found
-
-    def _read_images(self, name: str) -> _Images:
-        """The images and vehicles of a list. Image names are not converted to integers, since they begin with zeros."""
-        file = self._list(name)
-        images, vehicles = file.columns(2)
-        file.check_unique("image", images)
-        return images, file.integers("vehicle id", vehicles)
-
-    def _images_of(self, wanted: set[int], all_images: _Images) -> tuple[list[str], list[int], list[int]]:
-        """All images of the wanted vehicles, with their vehicles and rows; raises if a vehicle has no image."""
-        without = sorted(wanted.difference(all_images[1]))
-        if without:
-            rule = f"{self.root / ALL_IMAGES} must have images of each listed vehicle"
-            raise InvalidValue(rule, got=f"none for {len(without)} vehicles, such as {without[0]}")
-        images = []
-        vehicles = []
-        rows = []
-        for row, (image, vehicle) in enumerate(zip(*all_images)):
-            if vehicle in wanted:
-                images.append(image)
-                vehicles.append(vehicle)
-                rows.append(row)
-        return images, vehicles, rows
-
-    def _check_protocol(self, name: str, vehicles: Sequence[int]) -> None:
-        if self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
+    def _table(self, split: str, name: str) -> Table:
+        """The images of a list. Image names are not converted to integers, since they begin with zeros."""
+        table = self._images(name)
+        if self.select_by_vid:
+            wanted = table["label"]
+            table = self._images(ALL_IMAGES)
+            _check_have_images(table, wanted)
+            table = table.chosen(np.flatnonzero(np.isin(table["label"], wanted)))
+        vehicles = table["label"]
+        if split != "train" and self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
             rule = "the protocol 'reid' needs a vehicle with two images or more"
             raise InvalidValue(rule, got=f"none in {self.root / name}")
+        folder = find_file(self.root, "image", "images").name
+        models = None
+        if (self.root / MODELS).exists():
+            known = read_list(self.root / MODELS, "vehicle_id model_id")
+            model_of = dict(zip(known.parsed("vehicle_id", int), known.parsed("model_id", int)))
+            models = [model_of.get(vehicle, NO_MODEL) for vehicle in vehicles]
+        return table.with_columns(path=[f"{folder}/{image}.jpg" for image in table["image"]], category=models)
 
-    def _read_models(self) -> dict[int | None, int] | None:
-        """Map each vehicle's id to the number of its model, and None to the number for vehicles without a model."""
-        file = self._list(MODELS)
-        if not file.path.exists():
-            return None
-        vehicle_ids, model_ids = file.columns(2)
-        vehicles = file.integers("vehicle id", vehicle_ids)
-        models = file.integers("model id", model_ids)
-        _check_one_model_each(file, vehicles, models)
-        numbers, names = class_numbers(models)
-        return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
-
-
-def _check_one_model_each(file: ListFile, vehicles: Sequence[int], models: Sequence[int]) -> None:
-    """Check that no vehicle has two models. The file may repeat lines."""
-    first_with: dict[int, int] = {}
-    for row, vehicle in enumerate(vehicles):
-        first = first_with.setdefault(vehicle, row)
-        if models[first] != models[row]:
-            raise file.error(
-                f"`vehicle id` must be different or have the same model in each line of {file.path}, got {vehicle} "
-                f"twice, with the models {models[first]} and {models[row]}, in lines {file.line_number(first)} and "
-                f"{file.line_number(row)}"
-            )
+    def _images(self, name: str) -> Table:
+        table = read_list(find_file(self.root, name), "image vehicle_id")
+        table.check_unique("image")
+        return table.with_columns(label=table.parsed("vehicle_id", int))
 
 
-def _check_one_vehicle_each(
-    lines: ListLines, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
-) -> None:
-    """Check that each image has the same vehicle as in `vehicle_of`, and add new images to `vehicle_of`."""
-    for position, (image, vehicle) in enumerate(zip(images, vehicles)):
-        if vehicle_of.setdefault(image, vehicle) != vehicle:
-            got = f"{image} with {vehicle_of[image]} and with {vehicle} in {lines.where(position)}"
-            raise InvalidValue("an image must have the same vehicle in all lists", got=got)
+def _check_have_images(table: Table, vehicles: Sequence[int]) -> None:
+    without = sorted(set(vehicles).difference(table["label"]))
+    if without:
+        rule = f"{table.file} must have images of each listed vehicle"
+        raise InvalidValue(rule, got=f"none for {len(without)} vehicles, such as {without[0]}")
 
 
 def _check_sizes(sizes: Size | Sequence[Size]) -> list[Size]:

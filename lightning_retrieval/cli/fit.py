@@ -43,7 +43,7 @@ from lightning_retrieval.checkpoints import (
     is_of_another_program,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
+from lightning_retrieval.checks import first_line, first_of, short_repr
 from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.command_line import command_line_message, null_for_none
@@ -51,6 +51,7 @@ from lightning_retrieval.detection.module import DetectionModule as DetectionMod
 from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
 from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import (
     INSTALLED,
     KWARGS,

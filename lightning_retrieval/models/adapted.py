@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, settings_repr
 from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
-from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state, without_wrappers
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.preparation.of_model import wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation

@@ -28,7 +28,7 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_path, first_line, first_of, short_repr
+from lightning_retrieval.checks import first_line, first_of, short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
 from lightning_retrieval.first_checks import check_weights_exist
@@ -36,6 +36,7 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, 
 from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.models.weight_files import load_file, tensors_by_name, tensors_of_network
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import check_plain_data
 
 Self = TypeVar("Self", bound="PretrainedModule")

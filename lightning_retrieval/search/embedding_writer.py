@@ -21,9 +21,10 @@ from lightning_retrieval.backend import CombinedLoader, pl
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.checkpoints import checkpoint_digest, is_checkpoint
-from lightning_retrieval.checks import check_path, first_line
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.distributed import gather_objects, kept_integers, kept_rows
 from lightning_retrieval.invalid import InvalidType, InvalidValue, Unreachable, owned_by
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.embedding_folder import (
     SHARD_SIZE,
     EmbeddingManifest,

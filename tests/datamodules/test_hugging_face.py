@@ -164,6 +164,21 @@ def test_images_are_decoded_as_those_in_files(tmp_path):
                 assert torch.equal(split[i]["images"], expected["/".join(file.split("/")[-2:])]), (name, file)
 
 
+def test_paths_in_a_file_of_parquet_are_relative_to_its_folder(tmp_path, monkeypatch):
+    """An image of the same name in the working directory is another one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name, red in {"a.png": 1, "b.png": 2, "data/a.png": 3}.items():
+        (tmp_path / name).write_bytes(encoded(red)["bytes"])
+    table = datasets.Dataset.from_dict({"image": ["a.png", "b.png", "../b.png"], "label": [*"xyz"]})
+    table.to_parquet("data/t.parquet")
+    data = HuggingFaceImages("data/t.parquet", image_column="image", split_names={"test": "train"}, **PLAIN)
+    assert round(float(data.test_set[0]["images"][0].mean()) * 255) == 3
+    for position, kind in ((1, FileNotFoundError), (2, ValueError)):
+        with pytest.raises(kind, match=r"b\.png"):
+            data.test_set[position]
+
+
 def test_reading_the_labels_decodes_no_image_and_a_worker_gets_no_table(tmp_path):
     """Half of the images are none, and what is sent to a worker is much smaller than the table."""
     images = [encoded(1), {"bytes": b"no image", "path": None}] * 1500

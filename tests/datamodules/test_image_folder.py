@@ -169,13 +169,3 @@ def test_a_class_folder_that_cannot_be_listed_is_not_left_out(tmp_path, as_anoth
     with as_another_user(), pytest.raises(OSError, match=r"^ImageFolder: .*root/b"):
         ImageFolder("root").read()
     (tmp_path / "root" / "b").chmod(0o755)
-
-
-def test_a_new_image_invalidates_the_cache(tmp_path):
-    root = tmp_path / "images"
-    write_folders(root, ["train/a", "train/b", "test/c"])
-    first, again = (ImageFolder(root, cache_dir=tmp_path / "cache").splits for _ in range(2))
-    assert described(again) == described(first)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-    write_image(root / "train" / "b" / "new.jpg")
-    assert "train/b/new.jpg" in paths_of(ImageFolder(root, cache_dir=tmp_path / "cache").splits)

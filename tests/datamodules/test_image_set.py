@@ -30,7 +30,7 @@ def test_an_index_can_be_sliced():
         instances=[9, 9, -7],
         cameras=[6, 6, 5],
         tags=[[0, 1], [1, -1], [-1, -1]],
-        names=["x", "y"],
+        names=["u", "v", "w", "x", "y"],
         tag_names=["red", "blue"],
     )
     part = index[np.array([2, 0])]
@@ -39,7 +39,7 @@ def test_an_index_can_be_sliced():
     assert (part.instances.tolist(), part.cameras.tolist()) == ([-7, 9], [5, 6])
     assert (part.levels.tolist(), part.boxes[0].tolist()) == ([[2, 0], [4, 0]], [0, 0, 3, 3])
     assert part.tags.tolist() == [[-1, -1], [0, 1]]
-    assert (list(part.names), list(part.tag_names)) == (["x", "y"], ["red", "blue"])
+    assert (list(part.names), list(part.tag_names)) == (["u", "v", "w", "x", "y"], ["red", "blue"])
 
 
 @pytest.mark.parametrize(

@@ -281,14 +281,6 @@ def test_columns_may_have_other_names_and_another_separator(tmp_path, delimiter,
         assert splits["train"].boxes.tolist() == [[0, 0, 5, 5]]
 
 
-def test_other_columns_are_not_read_from_the_cache(tmp_path):
-    write_images(tmp_path, ["1.jpg", "2.jpg"])
-    write_csv(tmp_path, ("image", "a", "b", "split"), ("1.jpg", "x", "y", "train"), ("2.jpg", "z", "w", "test"))
-    for column, names in (("a", ["x", "z"]), ("b", ["y", "w"]), ("a", ["x", "z"])):
-        splits = read(tmp_path, columns={"label": column}, cache_dir=tmp_path / "cache")
-        assert [name for index in splits.values() for name in index.names] == names
-
-
 def test_the_table_of_open_metric_learning_by_one_word(tmp_path):
     """Its bool columns are empty in training, as in its own example tables; its boxes have their own order."""
     header = ("label", "path", "split", "is_query", "is_gallery", "category", "sequence", "x_1", "x_2", "y_1", "y_2")

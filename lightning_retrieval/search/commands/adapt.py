@@ -229,12 +229,12 @@ def _labels_of_table(table: Path | None, table_format: TableFormat) -> Mapping[s
         check_table_given(None, argument="labels", columns=table_format.columns, delimiter=table_format.delimiter)
         return None
     table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"), table_format=table_format)
-    read = table_of_labels.columns
-    if "label" not in read:
+    if "label" not in table_of_labels:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="labels", got=f"{table} with tags", cure="add labels")
     check_values(table_of_labels, "label")
-    return {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
+    texts = table_of_labels["label"]
+    return {image: texts[row] for image, row in row_of.items() if texts[row]}
 
 
 def _held_out(labels: Int[Tensor, " rows"], generator: torch.Generator) -> Bool[Tensor, " rows"]:

@@ -20,7 +20,7 @@ import torch
 from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
 from lightning_retrieval.checks import check_choice, check_integer, first_line
 from lightning_retrieval.command_line import INTERRUPTED
-from lightning_retrieval.datamodules.image_table import find_rows, is_empty
+from lightning_retrieval.datamodules.image_table import is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
@@ -137,10 +137,11 @@ def _list_queries(
         rule = "must be a table with the column text for queries that are texts"
         raise MissingFile(rule, argument="images", got=f"{images}, which is not a file")
     table = read_table(images, required=("text",), table_format=table_format)
-    texts = table.columns["text"]
-    table.check(find_rows(texts, is_empty), "`text` must not be empty in any row")
-    labels = [label or None for label in table.columns.get("label", [""] * len(texts))]
-    return ListedTexts(images, texts, labels)
+    table.check("text", is_empty, "not be empty in any row")
+    labels: list[str | None] = [None] * len(table)
+    if "label" in table:
+        labels = [label or None for label in table["label"]]
+    return ListedTexts(images, table["text"], labels)
 
 
 def _digest(listed: ListedImages | ListedTexts, side: Side) -> str:

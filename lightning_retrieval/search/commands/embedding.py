@@ -31,7 +31,7 @@ from lightning_retrieval.checks import check_integer, first_line, first_of
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table, reason_of_missing
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
@@ -40,6 +40,7 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
+from lightning_retrieval.paths import cure_of_missing
 from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -122,19 +123,20 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
             images, argument="images", root=root, columns=table_format.columns, delimiter=table_format.delimiter
         )
         return images_in_folder(images)
-    from lightning_retrieval.datamodules.image_table import check_values, parse_boxes, parse_images  # needs Lightning
+    from lightning_retrieval.datamodules.image_table import boxes_of, check_values, with_paths  # needs Lightning
 
-    table = read_table(images, required=("image",), table_format=table_format)
     root = root or images.parent
-    paths = parse_images(table, root)
+    table = with_paths(read_table(images, required=("image",), table_format=table_format), root)
+    paths = table["path"]
     if not any((root / path).is_file() for path in paths):
         got = f"{images}, of whose {len(paths):,} images none is in {root}, such as {paths[0]}"
-        cure = reason_of_missing(root, paths[0]) or "give the folder that the paths are relative to as `root`"
+        cure = cure_of_missing(root / paths[0]) or "give the folder that the paths are relative to as `root`"
         raise InvalidValue("must be a table of images that exist", argument="images", got=got, cure=cure)
-    if "label" in table.columns:
+    labels: list[str | None] = [None] * len(paths)
+    if "label" in table:
         check_values(table, "label")
-    labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
-    index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
+        labels = [label or None for label in table["label"]]
+    index = ImageIndex(paths, [0] * len(paths), boxes=boxes_of(table))
     return ListedImages(root, index, labels)
 
 

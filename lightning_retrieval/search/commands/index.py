@@ -17,8 +17,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
-from lightning_retrieval.datamodules.image_table import check_unique_images, parse_images
-from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, TableColumns, find_missing, read_table
+from lightning_retrieval.datamodules.image_table import with_paths
+from lightning_retrieval.datamodules.table import Table
+from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import cure_of_other_form
@@ -361,7 +362,7 @@ def read_image_rows(
     all_columns: bool = False,
     root: Path | None = None,
     table_format: TableFormat = COMMON_FORMAT,
-) -> tuple[TableColumns, dict[str, int]]:
+) -> tuple[Table, dict[str, int]]:
     """Read a table that has a single row for each image.
 
     Args:
@@ -369,7 +370,7 @@ def read_image_rows(
         table: CSV or Parquet table.
         required: as for `read_table`.
         all_columns: as for `read_table`.
-        root: as for `parse_images`.
+        root: as for `with_paths`.
         table_format: as for `read_table`.
 
     Returns:
@@ -381,9 +382,9 @@ def read_image_rows(
     """
     check_table_exists(name, table)
     read = read_table(table, required, all_columns=all_columns, table_format=table_format)
-    images = parse_images(read, root)
-    check_unique_images(read, images, None)
-    return read, {image: row for row, image in enumerate(images)}
+    listed = with_paths(read, root)
+    listed.check_unique("image")
+    return read, {image: row for row, image in enumerate(listed["path"])}
 
 
 def read_metadata(
@@ -417,7 +418,7 @@ def read_metadata(
         check_table_given(None, argument="metadata", columns=table_format.columns, delimiter=table_format.delimiter)
         return {}
     read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
-    without_row = find_missing(paths, row_of)
+    without_row = [path for path in paths if path not in row_of]
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
         cure = cure_of_other_form(without_row, row_of)
@@ -432,9 +433,9 @@ def read_metadata(
     return columns
 
 
-def _typed(table: TableColumns, name: str, rows: Sequence[int | None]) -> list[Any]:
+def _typed(table: Table, name: str, rows: Sequence[int | None]) -> list[Any]:
     """The values of some rows of a column: numbers if all its texts are numbers, else text; for None, a missing one."""
-    texts = table.columns[name]
+    texts = table[name]
     others = [row for row, text in enumerate(texts) if not _is_number(text)]
     if not others:
         return _of_rows(list(map(float, texts)), rows, None)
@@ -442,7 +443,7 @@ def _typed(table: TableColumns, name: str, rows: Sequence[int | None]) -> list[A
         warnings.warn(
             f"the column {name!r} of `metadata` holds text, so a search cannot compare it with a number: "
             f"{len(others)} of its {len(texts)} values are no plain numbers, the first of them {texts[others[0]]!r} at "
-            f"{table.unit} {table.lines[others[0]]} of {table.path}.",
+            f"{table.where(others[0])}.",
             stacklevel=2,
         )
     return _of_rows(texts, rows, "")

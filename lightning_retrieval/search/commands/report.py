@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, check_no_splits, class_numbers
+from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by
@@ -286,20 +287,21 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
     """The images of a table."""
     from lightning_retrieval.datamodules import image_table  # needs Lightning
 
+    root = root or path.parent
     table = read_table(path, required=("image", "label"), table_format=table_format)
-    if "label" not in table.columns:
+    if "label" not in table:
         rule = "must be a table with the column label"
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")
-    paths = image_table.parse_images(table, root or path.parent)
-    roles, distractors = image_table.parse_roles(table)
-    known = image_table.parse_labels(table, distractors)
-    if "split" in table.columns:
+    table = image_table.with_roles(image_table.with_paths(table, root))
+    labels = image_table.labels_of(table)
+    if "split" in table:
         image_table.check_splits(table)
-    boxes = image_table.parse_boxes(table)
-    image_table.check_unique_images(table, paths, boxes)
-    labels = np.full(len(paths), DISTRACTOR)
-    labels[~distractors], names = class_numbers(known[~distractors])
-    cameras = image_table.parse_numbers(table, "camera")
-    index = ImageIndex(paths, labels, boxes=boxes, roles=roles, cameras=cameras)
-    listed = ListedImages(root or path.parent, index, list(map(str, known)))
-    return LabelledImages(listed, names, table.columns.get("split"))
+    table = table.with_columns(label=labels, box=image_table.boxes_of(table))
+    image_table.check_unique_images(table)
+    if "camera" in table:
+        table = table.with_columns(camera=image_table.ids_of(table, "camera"))
+    index = number_splits({"images": table})["images"]
+    index.lines = None
+    shown = ["" if label is None else str(label) for label in labels]
+    listed = ListedImages(root, index, shown)
+    return LabelledImages(listed, list(index.names or ()), table.get("split"))

@@ -15,10 +15,10 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.callbacks.gallery import load_image
-from lightning_retrieval.checks import check_path
 from lightning_retrieval.files import writing
 from lightning_retrieval.invalid import owned_by
 from lightning_retrieval.models.sides import SIDES
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import NO_CLASS, find_errors

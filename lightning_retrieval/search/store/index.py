@@ -17,15 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import (
-    check_finite_number,
-    check_integer,
-    check_path,
-    first_line,
-    short_repr,
-)
+from lightning_retrieval.checks import check_finite_number, check_integer, first_line, short_repr
 from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import Invalid, InvalidValue, owned_by
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request

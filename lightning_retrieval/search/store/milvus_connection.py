@@ -24,15 +24,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.checks import (
-    check_choice,
-    check_integer,
-    check_path,
-    first_line,
-    short_repr,
-)
+from lightning_retrieval.checks import check_choice, check_integer, first_line, short_repr
 from lightning_retrieval.invalid import Failed, InvalidValue, MissingFile, Unreachable
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.store import conditions
 
 MISSING = (
