@@ -241,5 +241,5 @@ class RetrievalLoss(BatchLoss, ABC):
                 f"{self.name}: no row of the batch has a positive, so the loss is 0 and nothing is learned from it; "
                 "put images that are relevant to each other, with different ids, into each batch (PKSampler draws "
                 "several of each class).",
-                stacklevel=5,
+                stacklevel=6,
             )
