@@ -34,6 +34,12 @@ class LossSettings(TypedDict):
     """The settings of `RetrievalLoss`, which every loss over ranked lists has.
 
     A loss takes them as `**settings: Unpack[LossSettings]`, so that editors, configs and checkpoints know them.
+
+    Args:
+        reduction: `"mean"` (the default) or `"sum"` over the queries that have a positive, or `"none"`: one value for
+            each query.
+        class_balanced: give every class of the batch the same total weight (default: False).
+        include_self: rank the query in its own list (default: False). Use this only for comparison with other code.
     """
 
     reduction: NotRequired[Reduction]
@@ -235,5 +241,5 @@ class RetrievalLoss(BatchLoss, ABC):
                 f"{self.name}: no row of the batch has a positive, so the loss is 0 and nothing is learned from it; "
                 "put images that are relevant to each other, with different ids, into each batch (PKSampler draws "
                 "several of each class).",
-                stacklevel=5,
+                stacklevel=6,
             )

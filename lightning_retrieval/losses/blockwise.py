@@ -124,7 +124,7 @@ def blockwise(
     totals = {parameter: total for parameter, total in zip(parameters, of_parameters) if total is not None}
     if upstream is None:
         upstream = torch.ones_like(queries.weights)
-    values = []
+    values = torch.zeros_like(queries.weights)
     for blocks in queries.groups():
         begin = blocks[0].start
         rows = queries.rows[begin : blocks[-1].stop]
@@ -132,16 +132,17 @@ def blockwise(
         for part in blocks:
             block = queries.block(part, group[part.start - begin : part.stop - begin].detach())
             if any(needed):
-                values.append(_replace_scores(formula, block, queries.weights[part], upstream[part], totals))
+                of_block = _replace_scores(formula, block, queries.weights[part], upstream[part], totals)
             else:
-                values.append(formula(block))
-            del block  # freed before the next block is computed
+                of_block = formula(block)
+            if part.start == 0:  # tensors of each block that live on would keep the memory of freed ones from reuse
+                values = of_block.new_empty(len(queries.rows), *of_block.shape[1:])
+            values[part] = of_block
+            del block, of_block  # freed before the next block is computed
         if any(needed):
             scores.add_gradient(rows, group, of_scores)
         del group
-    if not values:
-        return torch.zeros_like(queries.weights), gradients
-    return torch.cat(values), gradients
+    return values, gradients
 
 
 def _replace_scores(
