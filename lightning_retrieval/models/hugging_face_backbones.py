@@ -29,7 +29,6 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
-from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -109,9 +108,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     """
     transformers = load_transformers(request)
     with hub_of(request):
-        with limited_to(None):
-            config = _config(transformers, request, "vision_config")
-            model = _model(transformers, request, config)
+        config = _config(transformers, request, "vision_config")
+        model = _model(transformers, request, config)
         recorded = _folder_preparation(transformers, request)
     image_size = _image_size(config)
     main_input = getattr(model, "main_input_name", "pixel_values")
@@ -142,7 +140,7 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    with hub_of(request), limited_to(None):
+    with hub_of(request):
         config = _config(transformers, request, "text_config")
         model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:

@@ -33,7 +33,6 @@ from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
 from lightning_retrieval.first_checks import check_weights_exist
 from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, owned_by
-from lightning_retrieval.models.limits import limited_to
 from lightning_retrieval.models.weight_files import load_file, tensors_by_name, tensors_of_network
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -444,27 +443,23 @@ class PretrainedModule(nn.Module):
         check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise InvalidValue(f"{config} must not have `lora`", got=short_repr(arguments["lora"]))
-        safetensors = load_safetensors()
-        tensors: Any = None
-        damage: Exception | None = None
         try:
-            tensors = safetensors.load_file(weights)
-        except Exception as error:  # safetensors raises its own type of error
-            damage = error
-        try:
-            with without_pretrained_weights(), limited_to(tensors):
-                embedder = cls(**arguments)
-        except TypeError as error:
-            rule = f"{config} must hold arguments that this release of lightning-retrieval knows"
-            raise InvalidValue(rule, got=f"others ({first_line(error)})") from None
-        _check_same_model(config, weights, arguments)
-        if damage is not None:
-            raise _other_tensors(weights, damage)
-        try:
-            embedder.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise _other_tensors(weights, error) from None
-        return embedder.eval()
+            tensors, digest = _read_embedder(weights)
+            if digest in (None, _digest_of(arguments)):  # earlier releases, and other programs, record no digest
+                with without_pretrained_weights():
+                    embedder = cls(**arguments)
+                embedder.load_state_dict(tensors)
+                return embedder.eval()
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # constructors and safetensors raise errors of many types
+            rule = f"{config} must be the config of a model whose weights {weights.name} holds"
+            raise InvalidValue(rule, got=f"other files ({first_line(error)})") from None
+        raise InvalidValue(
+            f"{weights} must be of the model that {config} describes, but was saved with another config",
+            cure=f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or "
+            "build an Embedder with these arguments, give it the weights with load_state_dict, and save it",
+        )
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
         """Write the embedder to a repository on the Hugging Face hub, in the format of `save_pretrained`.
@@ -507,28 +502,14 @@ def _check_not_of_others(config: Path) -> None:
         raise InvalidValue(rule, "Embedder", "folder", got=got, cure="give another folder")
 
 
-def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
-    """Raise if the weights were saved with another config. Earlier releases, and other programs, do not record it."""
+def _read_embedder(weights: Path) -> tuple[dict[str, Tensor], str | None]:
+    """The weights of an embedder by name, and the digest of its config; None if it is not recorded."""
     load_safetensors()
-    import safetensors
+    from safetensors import safe_open
 
-    try:
-        with safetensors.safe_open(weights, framework="pt") as file:
-            recorded = (file.metadata() or {}).get(CONFIG_DIGEST)
-    except Exception:  # a damaged file, which is named when its tensors are read
-        return
-    if recorded is not None and recorded != _digest_of(arguments):
-        raise InvalidValue(
-            f"{weights} must be of the model that {config} describes, but was saved with another config",
-            "Embedder",
-            cure=f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or "
-            "build an Embedder with these arguments, give it the weights with load_state_dict, and save it",
-        )
-
-
-def _other_tensors(path: Path, error: Exception) -> ValueError:
-    """The error for a file that does not hold the weights of an embedder."""
-    return InvalidValue(f"{path} must hold the weights of its config's model ({first_line(error)})", "Embedder")
+    with safe_open(weights, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, (file.metadata() or {}).get(CONFIG_DIGEST)
 
 
 def load_hub() -> Any:

@@ -33,10 +33,6 @@ Transform = Callable[[Any], Any]
 
 FORMS = {"preparation": dict, "albumentations": dict, "class_path": str, "function": (str, type(None))}
 UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # environment variable
-MOST_STEPS, MOST_REPEATS, MOST_GROWTH, LARGEST_NUMBER = 100, 100, 100, 1 << 14  # in the transform of a file
-REPEATS = ("chain_depth", "mixture_width", "n", "num_ops", "trials")  # arguments that repeat operations
-PADDINGS = ("padding", "border_size")
-FACTORS = ("expand", "scale_range", "side_range", "random_scale_range")  # arguments that enlarge an image
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _UNKNOWN = "a transform that cannot be imported by a name"
 
@@ -226,7 +222,6 @@ def check_serialised_transform(serialised: Any) -> Preparation | None:
         TypeError: if a value is not plain data.
     """
     plain_data.check_plain_data("transform", serialised, plain_data.TRANSFORM_PACKAGES)
-    _check_work(serialised)
     found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
     if len(found) != 1 or not isinstance(serialised[found[0]], FORMS[found[0]]):  # type: ignore[arg-type]
         raise _no_transform(serialised)
@@ -236,30 +231,6 @@ def check_serialised_transform(serialised: Any) -> Preparation | None:
         return Preparation(**serialised["preparation"])
     except (TypeError, ValueError) as error:
         raise _no_transform(serialised, error) from None
-
-
-def _check_work(serialised: Any) -> None:
-    """Raise if a transform in a file asks for large images, many steps or many repetitions."""
-    steps, padding, growth = 0, 0.0, 1.0
-    for name, value in plain_data.named_values("transform", serialised):
-        steps += name in ("class_path", "__class_fullname__") and not isinstance(value, (dict, list, tuple))
-        if not isinstance(value, (int, float)):
-            continue
-        most = MOST_REPEATS if name in REPEATS else LARGEST_NUMBER
-        if not abs(value) <= most:
-            rule = f"the recorded `transform` must have numbers up to {most:,} as {name}"
-            raise InvalidValue(rule, got=short_repr(value), cure="give another transform")
-        if name in PADDINGS:
-            padding += abs(value)
-        elif name in FACTORS:
-            growth *= max(1.0, 2.0 * value)
-    if steps > MOST_STEPS or padding > LARGEST_NUMBER or growth > MOST_GROWTH:
-        raise InvalidValue(
-            f"the recorded `transform` must have at most {MOST_STEPS} steps, add at most {LARGEST_NUMBER:,} pixels, "
-            f"and enlarge images at most {MOST_GROWTH} times",
-            got=short_repr(serialised),
-            cure="give another transform",
-        )
 
 
 def _no_transform(serialised: Any, error: Exception | None = None) -> InvalidValue:
