@@ -5,24 +5,22 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 
 import contextlib
 import errno
-import io
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
 
 from lightning_retrieval.invalid import Failed, MissingFile
-from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
+from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, check_colour, to_image, to_pixels
 from lightning_retrieval.preparation.prepare import (
-    ROTATIONS,
     TRANSPOSED,
     WHITE,
     Size,
@@ -30,6 +28,7 @@ from lightning_retrieval.preparation.prepare import (
     open_image,
     orientation,
     reduce_scale,
+    resized_size,
     to_rgb,
 )
 
@@ -51,17 +50,8 @@ UNREAD_PICTURES = frozenset(
     )
 )
 MOST_SUFFIXES = 8  # suffixes that are shown
-JPEG_START = b"\xff\xd8\xff"
-
-_FLIPPED = {
-    2: (2,),
-    3: (1, 2),
-    4: (1,),
-    5: (),
-    6: (2,),
-    7: (1, 2),
-    8: (1,),
-}  # flipped dims of a tensor (C, H, W), by the same values
+# The dimensions of a tensor (C, H, W) that are flipped to make an image upright, by the value of the EXIF tag.
+FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
 def image_suffixes() -> frozenset[str]:
@@ -224,16 +214,19 @@ def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator
         yield folder, entries
 
 
-def read_image(
+def read_pixels(
     path: Path | BinaryIO,
     box: Box | None = None,
     *,
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
-    background: tuple[int, int, int] = WHITE,
+    background: Sequence[int] = WHITE,
     least_size: Size | None = None,
-) -> Image.Image:
+    short_side: int | None = None,
+) -> Pixels:
     """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+
+    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
 
     Args:
         path: the file, or its content as a binary stream.
@@ -245,116 +238,104 @@ def read_image(
         least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
             at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
             means the full scale.
+        short_side: the short side to which the image will be resized, for which it must not be too thin; None if it
+            will not be.
 
     Raises:
-        ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
+        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
+            pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with truncated_images(load_truncated), open_image(path) as file:
-        divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
-        image = to_rgb(file, background)
-        rotation = ROTATIONS.get(orientation(file))
-    box = _divided(box, divisor)
-    if box is not None and boxes_before_rotation:
-        image = _crop(image, box)
-    if rotation is not None:
-        image = image.transpose(rotation)
-    if box is not None and not boxes_before_rotation:
-        image = _crop(image, box)
-    return image
-
-
-def read_pixels(
-    path: Path | BinaryIO,
-    box: Box | None = None,
-    *,
-    load_truncated: bool = False,
-    boxes_before_rotation: bool = False,
-    background: tuple[int, int, int] = WHITE,
-    least_size: Size | None = None,
-) -> Pixels:
-    """Like `read_image`, but returns the pixels as a tensor.
-
-    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
-
-    Args:
-        path: as for `read_image`.
-        box: as for `read_image`.
-        load_truncated: as for `read_image`.
-        boxes_before_rotation: as for `read_image`.
-        background: as for `read_image`.
-        least_size: as for `read_image`.
-
-    Raises:
-        Exception: as for `read_image`.
-    """
-    reduce = partial(_reduce, box=box, least_size=least_size, boxes_before_rotation=boxes_before_rotation)
-    decoded = _decoded_jpeg(path, reduce)
-    if decoded is None:
-        image = read_image(
-            path,
-            box,
-            load_truncated=load_truncated,
-            boxes_before_rotation=boxes_before_rotation,
-            background=background,
-            least_size=least_size,
-        )
-        return to_pixels(image)
-    pixels, rotation, divisor = decoded
-    box = _divided(box, divisor)
+        divisor, pixels = 1, None
+        if isinstance(file, JpegImageFile):
+            if least_size is not None:
+                divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
+            if divisor == 1:
+                pixels = _decoded_jpeg(file)
+        if pixels is None:
+            pixels = to_pixels(to_rgb(file, background))
+        turned = orientation(file)  # some of Pillow's readers have rotated the image by themselves
+    if box is not None:
+        box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         pixels = _cropped(pixels, box)
-    if rotation in TRANSPOSED:
+    if turned in TRANSPOSED:
         pixels = pixels.transpose(1, 2)
-    if rotation in _FLIPPED:
-        pixels = pixels.flip(_FLIPPED[rotation])
+    if turned in FLIPPED:
+        pixels = pixels.flip(FLIPPED[turned])
     if box is not None and not boxes_before_rotation:
         pixels = _cropped(pixels, box)
+    if short_side is not None:
+        resized_size(pixels.shape[1], pixels.shape[2], short_side)  # raises for an image that is too thin
     return pixels
 
 
-def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
-    """The pixels of a JPEG, its orientation, and the divisor of its size.
-
-    The result is None if the file is not a JPEG, or if `read_image` must decode the file or report its error.
+def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
+    """Like `read_pixels`, but returns a PIL image.
 
     Args:
-        path: the file, or its content.
-        reduce: sets the scale at which Pillow decodes an image, and returns the divisor of its size.
+        path: as for `read_pixels`.
+        box: as for `read_pixels`.
+        settings: as for `read_pixels`.
+
+    Raises:
+        Exception: as for `read_pixels`.
     """
-    if decode_image is None:
+    return to_image(read_pixels(path, box, **settings))
+
+
+class CurrentTransform:
+    """A transform of images, and how images are decoded for it, which is decided once; it may be replaced.
+
+    Args:
+        transform: a function from an image to a tensor. The function may have the attributes that `ImageSet` names.
+        background: the colour behind transparent pixels, unless the transform defines one.
+
+    Raises:
+        ValueError: if the colour is unknown.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], background: Any = "white") -> None:
+        self.set(transform, background)
+
+    def set(self, transform: Callable[[Any], Any], background: Any) -> None:
+        """Replace the transform.
+
+        Args:
+            transform: as for the constructor.
+            background: as for the constructor.
+        """
+        self.current = transform
+        # The transform without its normalisation; None if the normalisation cannot be separated.
+        self.to_uint8: Callable[[Any], Tensor] | None = getattr(transform, "to_uint8", None)
+        self.background = check_colour("transform.background", getattr(transform, "background", background))
+        self.read: Callable[..., Image.Image | Pixels] = read_image
+        if getattr(transform, "takes_pixels", False):
+            self.read = read_pixels
+        self.settings = {
+            "background": self.background,
+            "least_size": getattr(transform, "least_size", None),
+            "short_side": getattr(transform, "short_side", None),
+        }
+
+    def __call__(self, image: Any) -> Any:
+        return self.current(image)
+
+    def __repr__(self) -> str:
+        return f"CurrentTransform({self.current!r})"
+
+
+def _decoded_jpeg(file: Any) -> Pixels | None:
+    """The pixels of a JPEG that Pillow has opened; None if Pillow must decode it, or report its error."""
+    if decode_image is None or file.mode not in ("RGB", "L"):
         return None
-    data = _content_of_jpeg(path)
-    if data is None:
-        return None
+    file.fp.seek(0)
+    encoded = torch.frombuffer(bytearray(file.fp.read()), dtype=torch.uint8)
     try:
-        with open_image(io.BytesIO(data)) as file:  # reads the header only
-            if file.mode not in ("RGB", "L"):
-                return None
-            rotation = orientation(file)
-            divisor = reduce(file)
-            if divisor > 1:
-                return to_pixels(file.convert("RGB")), rotation, divisor
-        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_image(encoded, ImageReadMode.RGB), rotation, 1
-    except Exception:  # a damaged file, or a torchvision without libjpeg
+        return decode_image(encoded, ImageReadMode.RGB)
+    except RuntimeError:  # a damaged file, or a torchvision without libjpeg
         return None
-
-
-def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
-    """The content of a JPEG, or None for another file. The position of a stream does not change."""
-    if isinstance(path, (str, Path)):
-        if not os.path.isfile(path):  # `read_image` reports it, without waiting for a FIFO
-            return None
-        with open(path, "rb") as stream:
-            return _content_of_jpeg(stream)
-    position = path.tell()
-    start = path.read(len(JPEG_START))
-    data = None
-    if start == JPEG_START:
-        data = start + path.read()
-    path.seek(position)
-    return data
 
 
 @contextlib.contextmanager
@@ -368,10 +349,8 @@ def truncated_images(load: bool) -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxes_before_rotation: bool) -> int:
+def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, *, boxes_before_rotation: bool) -> int:
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
-    if least_size is None or not isinstance(file, JpegImageFile):
-        return 1
     is_transposed = orientation(file) in TRANSPOSED
     if is_transposed:
         least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
@@ -384,16 +363,10 @@ def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxe
     return reduce_scale(file, least_size, (bottom - top, right - left))
 
 
-def _divided(box: Box | None, divisor: int) -> Box | None:
+def _divided(box: Box, divisor: int) -> Box:
     """The box for an image whose size was divided by `divisor`, rounded outwards."""
-    if box is None or divisor == 1:
-        return box
     begin, end = box[:2] // divisor, -(-box[2:] // divisor)
     return np.concatenate([begin, end])
-
-
-def _crop(image: Image.Image, box: Box) -> Image.Image:
-    return image.crop(_inside(box, image.width, image.height))
 
 
 def _cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:

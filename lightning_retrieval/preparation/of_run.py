@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.invalid import InvalidValue, reported_as
+from lightning_retrieval.preparation.decoding import CurrentTransform
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
-from lightning_retrieval.preparation.prepare import Size
 from lightning_retrieval.preparation.serialised import (
     Transform,
     of_pil_images,
@@ -29,40 +29,6 @@ from lightning_retrieval.preparation.serialised import (
     shown_transform,
 )
 from lightning_retrieval.preparation.training_transforms import PaperName, TrainingTransform, training_transform
-
-
-class CurrentTransform:
-    """The current transform of a data module, shared by its data sets; `RunPreparation` may replace it.
-
-    Args:
-        preparation: the first transform.
-    """
-
-    def __init__(self, preparation: Preparation) -> None:
-        self.set(preparation, preparation.background)
-
-    def set(self, transform: Transform, background: Any) -> None:
-        """Replace the transform, and what `ImageSet` asks of it for each image.
-
-        Args:
-            transform: a function from an image to a tensor.
-            background: the colour behind transparent pixels, unless the transform defines one.
-        """
-        self.current = transform
-        self.background = getattr(transform, "background", background)
-        self.takes_pixels: bool = getattr(transform, "takes_pixels", False)
-        self.least_size: Size | None = getattr(transform, "least_size", None)
-
-    @property
-    def to_uint8(self) -> Transform | None:
-        """The current transform without its normalisation; None if the normalisation cannot be separated."""
-        return getattr(self.current, "to_uint8", None)
-
-    def __call__(self, image: Any) -> Any:
-        return self.current(image)
-
-    def __repr__(self) -> str:
-        return f"CurrentTransform({self.current!r})"
 
 
 class RunPreparation:
@@ -153,8 +119,6 @@ class RunPreparation:
         trainer = datamodule.trainer
         if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
             return False
-        if isinstance(transform, CurrentTransform):
-            transform = transform.current
         if isinstance(transform, TrainingTransform):
             transform = transform.preparation
         if not isinstance(transform, Preparation):  # the transform is the user's function

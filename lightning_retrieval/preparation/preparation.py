@@ -39,7 +39,6 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
-    MOST_PIXELS,
     Interpolation,
     check_colour,
     check_pixels,
@@ -54,13 +53,10 @@ from lightning_retrieval.preparation.pixels import (
 from lightning_retrieval.preparation.prepare import (
     BORDER,
     FIT,
-    NeededPart,
     Size,
     centre_box,
-    crop_image,
-    fitted_part,
+    fitted_size,
     in_colours,
-    needed_part,
     pair,
     resize_image,
     resized_size,
@@ -179,17 +175,16 @@ class Preparation:
         """
         if self.takes_pixels:
             pixels = self._pixels(image)
-            part = self._needed_part(pixels.shape[1], pixels.shape[2])
-            pixels = resize_bilinear(cropped(pixels, part.source), *part.size)
+            pixels = resize_bilinear(pixels, *self._new_size(pixels.shape[1], pixels.shape[2]))
         else:
             converted = self._image(image)
-            part = self._needed_part(converted.height, converted.width)
-            resized = resize_image(crop_image(converted, part.source), *part.size, self.interpolation)
-            pixels = to_pixels(resized)
-        pixels = cropped(pixels, part.crop)
-        if self._frame is not None:
-            return padded_pixels(pixels, self._frame, self.fill)
-        return pixels
+            new_size = self._new_size(converted.height, converted.width)
+            pixels = to_pixels(resize_image(converted, *new_size, self.interpolation))
+        if self.crop_size is None:
+            return pixels
+        if self.resize == FIT:
+            return padded_pixels(pixels, self.crop_size, self.fill)
+        return cropped(pixels, centre_box(pixels.shape[1], pixels.shape[2], self.crop_size))
 
     @property
     def takes_pixels(self) -> bool:
@@ -263,6 +258,13 @@ class Preparation:
         return pair(target)
 
     @property
+    def short_side(self) -> int | None:
+        """The length to which the short side of an image is resized; None if its shape changes or nothing is."""
+        if isinstance(self.resized_to, int):
+            return self.resized_to
+        return None
+
+    @property
     def gives_one_size(self) -> bool:
         """Whether all prepared images have the same size, so that they can be batched."""
         return self.image_size is not None or isinstance(self.resize, tuple)
@@ -274,29 +276,11 @@ class Preparation:
             return None
         return pair(self.image_size)
 
-    @property
-    def _frame(self) -> Size | None:
-        """Height and width of the frame in which images are padded; None if they are not padded."""
-        if self.resize == FIT:
-            return self.crop_size
-        return None
-
-    def _needed_part(self, height: int, width: int) -> NeededPart:
-        """The part of an image of this size that is resized, and the crop in it."""
-        if self._frame is not None:
-            return fitted_part((height, width), self._frame)
-        new_size = resized_size(height, width, self.resized_to)
-        if self.crop_size is not None:
-            return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
-        if new_size[0] * new_size[1] > max(MOST_PIXELS**2, height * width):
-            raise InvalidValue(
-                f"must be given for an image of {width} x {height} pixels, which resizing would enlarge to "
-                f"{new_size[1]:,} x {new_size[0]:,}",
-                "Preparation",
-                "image_size",
-                cure="give it, so that images are cropped",
-            )
-        return NeededPart((0, 0, height, width), new_size, (0, 0, *new_size))
+    def _new_size(self, height: int, width: int) -> Size:
+        """The size to which an image of this size is resized."""
+        if self.resize == FIT and self.crop_size is not None:
+            return fitted_size(height, width, self.crop_size)
+        return resized_size(height, width, self.resized_to)
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""

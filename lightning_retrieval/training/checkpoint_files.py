@@ -41,7 +41,7 @@ from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.plain_data import arguments_of_file, check_format, class_path, describe
-from lightning_retrieval.preparation.serialised import check_serialised_transform
+from lightning_retrieval.preparation.serialised import recorded_preparation
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
 
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
@@ -248,7 +248,7 @@ def load_preparations(module: Any, checkpoint: Mapping[str, Any]) -> None:
     for name in PREPARATIONS:
         preparation = checkpoint.get(name)
         if preparation is not None:
-            check_serialised_transform(preparation)
+            recorded_preparation(preparation)
         setattr(module, name, preparation)
 
 
