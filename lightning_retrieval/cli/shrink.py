@@ -15,8 +15,8 @@ from lightning_retrieval.first_checks import check_images_exist
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
-    "and folders, upright, and with the colour profiles. Small images are copied as they are; of an animation, the copy has the first frame. After a kill, the same "
-    "command continues. No file is replaced."
+    "and folders, upright, and with the colour profiles. Small images are copied as they are, and of an animation the "
+    "first frame. After a kill, the same command continues. No file is replaced."
 )
 POSITIONAL = {"images": "PHOTOS", "output": "SMALL"}  # names in the help of the arguments without an option
 

@@ -233,50 +233,6 @@ def patch_map(
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
 
-def check_images_fit(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
-    """If a backbone fails because of the shape or the dtype of the images, raise an error that says so.
-
-    The shape is the cause if images of this shape and of the backbone's own dtype fail on the meta device too.
-
-    Args:
-        name: name of the backbone.
-        images: the batch.
-        backbone: the backbone.
-        built_for: height and width for which the backbone was built, or one number for both.
-        error: the error of the backbone.
-    """
-    reason = first_line(error)
-    if "memory" in reason:
-        return
-    channels = image_channels(backbone)
-    if images.ndim != 4 or images.shape[1] != channels:
-        rule = f"must have the shape (batch, {channels}, height, width) for {name}"
-        cure = "let the transform return tensors (channels, height, width)"
-        raise InvalidValue(rule, "Embedder", "images", got=tuple(images.shape), cure=cure) from None
-    size = tuple(images.shape[-2:])
-    built_for = height_and_width(built_for)
-    likely = _meta_image(backbone, (*backbone.parameters(), *backbone.buffers())).new_empty(images.shape)
-    if size == built_for or _takes(backbone, likely):
-        if images.dtype != likely.dtype and not torch.is_autocast_enabled(images.device.type):
-            rule = f"must have the dtype of the weights of {name}, {likely.dtype}"
-            cure = "convert the images or the network, or use autocast"
-            raise InvalidType(rule, "Embedder", "images", got=f"{images.dtype} ({reason})", cure=cure) from None
-        return
-    rule = f"must have a size that {name}, built for {built_for}, takes"
-    got = f"{size} ({type(error).__name__}: {reason})"
-    cure = "give Embedder the `image_size` of the images"
-    raise InvalidValue(rule, "Embedder", "images", got=got, cure=cure) from None
-
-
-def _takes(backbone: nn.Module, images: Tensor) -> bool:
-    """Whether a backbone embeds images on the meta device."""
-    try:
-        _features_on_meta(backbone, images)
-    except Exception:  # backbones raise errors of many types
-        return False
-    return True
-
-
 def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> str:
     """The default pooling of a model: `"gem"` for feature maps, `"own"` for tokens (N, T, C).
 

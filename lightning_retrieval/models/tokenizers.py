@@ -9,6 +9,7 @@ import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,20 +178,12 @@ class JSONTokenizer(Tokenizer):
         Raises:
             ValueError: if the value is not the state of a tokenizer.
         """
-        rule = "the state of a tokenizer must be a tensor of bytes that a checkpoint holds"
-        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-            raise InvalidValue(rule, got=short_repr(state))
         try:
             content = json.loads(state.cpu().numpy().tobytes())
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
-            raise InvalidValue(rule, got="bytes that are not the JSON of one")
-        max_length: Any = content.get("max_length")  # checked below
-        try:
-            return cls(content["tokenizer"], max_length=max_length)
-        except (ValueError, TypeError) as error:
-            raise InvalidValue(rule, got=f"one that cannot be rebuilt ({first_line(error)})") from None
+            return cls(content["tokenizer"], max_length=content["max_length"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            rule = "the state of a tokenizer must be bytes that a checkpoint holds"
+            raise InvalidValue(rule, got=f"{short_repr(state)} ({first_line(error)})") from None
 
 
 def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -> str:
@@ -202,12 +195,7 @@ def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -
             `do_lower_case` whether a tokenizer of BERT changes the case.
         lower_case: whether the model was trained on texts in lower case, to which all texts are then changed.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return text  # which is no tokenizer
-    if not isinstance(content, dict):
-        return text
+    content = json.loads(text)
     changed = dict(content)
     normalizer = content.get("normalizer")
     says_case = "do_lower_case" in settings and settings.get("tokenizer_class") not in GENERAL_CLASSES
@@ -243,16 +231,12 @@ def read_hugging_face_tokenizer(
 
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
-        text = file.read_text(encoding="utf-8")
+        settings: dict[str, Any] = {}  # without the file, the limit is that of the model
+        with suppress(OSError, ValueError):
+            settings = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
+        text = with_settings(file.read_text(encoding="utf-8"), settings, lower_case=lower_case)
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
-    config: Any = None
-    try:
-        config = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # without the file, the limit is that of the model
-        config = {}
-    settings = config if isinstance(config, dict) else {}
-    text = with_settings(text, settings, lower_case=lower_case)
     of_tokenizer = settings.get("model_max_length")
     if isinstance(of_tokenizer, int) and of_tokenizer > 0:
         max_length = min(max_length, of_tokenizer)

@@ -24,7 +24,7 @@ from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
     Transform,
     of_pil_images,
-    rebuild_transform,
+    recorded_preparation,
     serialise_transform,
     shown_transform,
 )
@@ -79,14 +79,18 @@ class RunPreparation:
             ValueError: if the model was evaluated with a function and no transform is given, or if a prediction would
                 prepare images otherwise than the model's evaluation did.
         """
-        recorded = side.recorded
+        recorded: Any = side.recorded
+        evaluation: Transform | None
         if recorded is not None and recorded is self._serialised:  # this run has recorded it
             return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
-            evaluation = self._rebuilt(recorded)
+            evaluation = recorded_preparation(recorded)
         else:
             evaluation = self._given_eval or self._changed(self._base(side.wanted, recorded))
+        if evaluation is None:
+            rule = f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
+            raise InvalidValue(f"{rule}checkpoint does not hold", argument="eval_transform")
         if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
             rule = f"images must be prepared as the model was evaluated, with {shown_transform(recorded)}"
             cure = "leave out the arguments that differ"
@@ -127,16 +131,6 @@ class RunPreparation:
             return False
         owners = (datamodule, trainer.lightning_module)
         return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
-
-    def _rebuilt(self, recorded: dict[str, Any]) -> Transform:
-        """Rebuild the transform that the model was evaluated with."""
-        if "function" in recorded:
-            raise InvalidValue(
-                f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
-                "checkpoint does not hold",
-                argument="eval_transform",
-            )
-        return rebuild_transform(recorded)
 
     def _base(self, wanted: Preparation | None, recorded: dict[str, Any] | None) -> Preparation:
         """The preparation to which the given settings are applied."""

@@ -31,9 +31,7 @@ from torch import Tensor
 from lightning_retrieval.checks import (
     check_choice,
     check_finite_number,
-    check_float,
     check_positive,
-    check_tensor,
     short_repr,
 )
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
@@ -55,6 +53,7 @@ from lightning_retrieval.preparation.prepare import (
     FIT,
     Size,
     centre_box,
+    colour,
     fitted_size,
     in_colours,
     pair,
@@ -177,7 +176,7 @@ class Preparation:
             pixels = self._pixels(image)
             pixels = resize_bilinear(pixels, *self._new_size(pixels.shape[1], pixels.shape[2]))
         else:
-            converted = self._image(image)
+            converted = self._in_colours(image)
             new_size = self._new_size(converted.height, converted.width)
             pixels = to_pixels(resize_image(converted, *new_size, self.interpolation))
         if self.crop_size is None:
@@ -197,7 +196,6 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_tensor("images", images, owner="Preparation")
         if images.dtype != torch.uint8:
             raise InvalidType("must be uint8", "Preparation", "images", got=images.dtype)
         mean, std = self._channel_values(images)
@@ -209,7 +207,6 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_float("images", images, owner="Preparation")
         mean, std = self._channel_values(images)
         values = images.float() * std + mean
         return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
@@ -284,14 +281,14 @@ class Preparation:
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""
-        if isinstance(image, Tensor):
-            check_pixels("image", image)
-            return image
-        return to_pixels(self._image(image))
+        if not isinstance(image, Tensor):
+            return to_pixels(self._in_colours(image))
+        check_pixels("image", image)
+        return image
 
-    def _image(self, given: Any) -> Image.Image:
+    def _in_colours(self, given: Any) -> Image.Image:
         """The image in RGB, or in grey for one channel."""
-        image: Image.Image = given
+        image = given
         if isinstance(given, Tensor):
             check_pixels("image", given)
             image = to_image(given)
@@ -299,8 +296,7 @@ class Preparation:
             rule = "must be a PIL image or a tensor of uint8"
             cure = "PIL.Image.fromarray converts an array (height, width, 3) of uint8"
             raise InvalidType(rule, argument="image", got=type(given).__name__, cure=cure)
-        background = check_colour("background", self.background)
-        return in_colours(image, self.channels, background, self.least_size)
+        return in_colours(image, self.channels, colour(self.background), self.least_size)
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that broadcasts with the images."""
@@ -357,10 +353,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def _check_channels(name: str, values: Any, channels: int, check: Callable[..., float]) -> tuple[float, ...]:
     """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
-    if not isinstance(values, (list, tuple)):
-        rule = "must hold one number for each channel"
-        raise InvalidType(rule, argument=name, got=f"{short_repr(values)} ({type(values).__name__})")
-    if len(values) != channels:
+    numbers = tuple(float(check(name, value)) for value in values)
+    if len(numbers) != channels:
         rule = f"must hold one number for each channel, {channels}"
         raise InvalidValue(rule, argument=name, got=short_repr(values))
-    return tuple(float(check(name, value)) for value in values)
+    return numbers
