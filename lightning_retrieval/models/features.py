@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_retrieval.arguments import Positive, checked, numbers
-from lightning_retrieval.checks import check_float, check_maps, check_positive, first_line
+from lightning_retrieval.checks import check_maps, check_positive, first_line
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
@@ -49,19 +49,9 @@ def gem(
     """
     check_maps("features", features, owner="gem")
     check_positive("eps", eps, owner="gem")
-    if isinstance(p, Tensor):
-        _check_exponent(p)
-    else:
+    if not isinstance(p, Tensor):  # the value of a tensor is not checked, to avoid a wait for the GPU
         check_positive("p", p, least=LEAST_P, most=MOST_P, owner="gem")
     return _gem(features, p, eps)
-
-
-def _check_exponent(p: Tensor) -> None:
-    """Raise unless a tensor has the form of an exponent. The value is not checked, to avoid a wait for the GPU."""
-    check_float("p", p, owner="gem")
-    if p.numel() != 1:
-        rule = "must be a number or a tensor with one element"
-        raise InvalidValue(rule, "gem", "p", got=f"shape {tuple(p.shape)}")
 
 
 def _gem(

@@ -239,11 +239,6 @@ class TextEmbedder(nn.Module):
             tokenizer = JSONTokenizer.from_state(state)
             self._check_tokenizer(tokenizer)
             self._tokenizer = tokenizer
-            return
-        is_empty = isinstance(state, Tensor) and state.numel() == 0
-        if not is_empty:
-            rule = f"the weights must hold no tokenizer for {self.backbone_name}"
-            raise InvalidValue(rule, got=short_repr(state))
 
     def extra_repr(self) -> str:
         return (
@@ -283,11 +278,7 @@ class TextEmbedder(nn.Module):
         if self.weights is not None:
             raise InvalidValue("must be None for 'ngram_net'", "TextEmbedder", "weights", got=short_repr(self.weights))
         of_tokenizer = {name: value for name, value in self.backbone_args.items() if name in NGRAM_SETTINGS}
-        of_net = {name: value for name, value in self.backbone_args.items() if name in ("buckets", "dim")}
-        unknown = self.backbone_args.keys() - of_tokenizer.keys() - of_net.keys()
-        if unknown:
-            rule = "must be among buckets, min_n, max_n and dim for 'ngram_net'"
-            raise InvalidValue(rule, "TextEmbedder", "backbone_args", got=short_repr(min(unknown)))
+        of_net = {name: value for name, value in self.backbone_args.items() if name not in ("min_n", "max_n")}
         if self.max_length is not None:
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_choice, short_repr
+from lightning_retrieval.checks import check_choice
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
@@ -125,8 +125,9 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
             local file or a name of `PACKAGED_WEIGHTS`.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or belong to
-            another model, or with these arguments the model is not a classification model.
+        ValueError: if the name, the weights or the pooling is unknown, or the weights cannot be downloaded or
+            belong to another model.
+        AttributeError: if with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm or the package of the weights is not installed.
     """
@@ -139,10 +140,6 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     if not timm.is_model(request.name):
         raise unknown_name(f"timm/{request.name}")
     model = _create_model(timm, request)
-    if not hasattr(model, "forward_features"):
-        rule = f"must leave timm/{request.name} a classification model"
-        got = f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}"
-        raise InvalidValue(rule, "Embedder", "backbone_args", got=got)
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
@@ -300,7 +297,7 @@ def _missing_names() -> Iterator[dict[nn.Module, list[str]]]:
         missing[module] = result.missing_keys
         return result
 
-    nn.Module.load_state_dict = load_and_record  # type: ignore[method-assign]
+    nn.Module.load_state_dict = load_and_record  # type: ignore[assignment, method-assign]
     try:
         yield missing
     finally:

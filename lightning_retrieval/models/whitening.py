@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, PositiveInt, checked, settings_repr
-from lightning_retrieval.checks import check_finite, check_integers, check_matrix
+from lightning_retrieval.checks import check_integers, check_matrix
 from lightning_retrieval.distributed import (
     UNSHARDED,
     Shard,
@@ -244,8 +244,6 @@ class Whitening(nn.Module):
         if state is None:
             self.learned = None
             return
-        for part in PrincipalComponents._fields:
-            check_finite(f"state['{part}']", state[part], owner=type(self).__name__)
         found = len(state["components"])
         if self.dim is not None and found < self.dim:
             rule = f"must be at most the number of directions in the checkpoint, {found}"

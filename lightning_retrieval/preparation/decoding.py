@@ -333,9 +333,10 @@ def _decoded_jpeg(file: Any) -> Pixels | None:
     file.fp.seek(0)
     encoded = torch.frombuffer(bytearray(file.fp.read()), dtype=torch.uint8)
     try:
-        return decode_image(encoded, ImageReadMode.RGB)
+        pixels: Pixels = decode_image(encoded, ImageReadMode.RGB)
     except RuntimeError:  # a damaged file, or a torchvision without libjpeg
         return None
+    return pixels
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
-from lightning_retrieval.files import is_system_error, new_file, writing
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.first_checks import check_images_exist
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import image_files
@@ -103,18 +103,17 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def _begin(output: Path, size: int) -> None:
     """Record the size of the copies in their folder; raise unless the folder is new, empty or of this size."""
     record = output / RECORD
-    if record.is_file():
-        recorded = record.read_text(encoding="utf-8", errors="replace").strip()
-        if recorded != str(size):
-            rule = f"must be that of {output}, {recorded[:20]}"
-            raise InvalidValue(rule, argument="size", got=size, cure="give another folder for another size")
-        return
-    if os.path.lexists(output) and (not output.is_dir() or any(output.iterdir())):
-        rule = "must be a new folder, or one that this command began"
-        raise InvalidValue(rule, argument="output", got=f"{output}, which holds something else")
-    output.mkdir(parents=True, exist_ok=True)
-    with new_file(record) as file:
-        file.write(str(size).encode())
+    if not record.is_file():
+        output.mkdir(parents=True, exist_ok=True)
+        if any(output.iterdir()):
+            rule = "must be a new folder, or one that this command began"
+            raise InvalidValue(rule, argument="output", got=f"{output}, which holds something else")
+        with new_file(record) as file:
+            file.write(str(size).encode())
+    recorded = record.read_text(encoding="utf-8", errors="replace").strip()
+    if recorded != str(size):
+        rule = f"must be that of {output}, {recorded[:20]}"
+        raise InvalidValue(rule, argument="size", got=size, cure="give another folder for another size")
 
 
 def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
@@ -122,15 +121,13 @@ def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
     source, target = images / path, output / path
     if os.path.lexists(target):
         return KEPT
-    for file, folder in ((source, images), (target, output)):
-        if not _is_inside(file, folder):
+    for inner, folder in ((source, images), (target, output)):
+        if not _is_inside(inner, folder):
             return f"a link leads out of {folder}"
     try:
         with open_image(source) as image:
             content = _encoded(image, size)
     except Exception as error:  # the decoders do not document the types of their errors
-        if is_system_error(error) and not isinstance(error, (FileNotFoundError, PermissionError)):
-            raise
         return first_line(error)
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing(target), new_file(target) as file:
