@@ -19,8 +19,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
 from lightning_retrieval.invalid import Failed, MissingFile
-from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, check_colour, to_image, to_pixels
+from lightning_retrieval.preparation.pixels import Pixels, check_colour, to_pixels
 from lightning_retrieval.preparation.prepare import (
+    ROTATIONS,
     TRANSPOSED,
     WHITE,
     Size,
@@ -214,7 +215,51 @@ def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator
         yield folder, entries
 
 
-def read_pixels(
+def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
+    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+
+    Args:
+        path: the file, or its content as a binary stream.
+        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
+        settings: keyword arguments.
+
+            - `load_truncated`: whether a truncated file is decoded as far as possible, with the rest grey.
+            - `boxes_before_rotation`: whether the box is in pixels of the file, before the rotation, instead of pixels
+              of the upright image. For TIFF files there is no difference, because Pillow rotates them itself.
+            - `background`: red, green and blue of the colour behind transparent pixels.
+            - `least_size`: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box,
+              still has at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole
+              pixels. None means the full scale.
+            - `short_side`: the short side to which the image will be resized, for which it must not be too thin; None
+              if it will not be.
+
+    Raises:
+        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
+            pixel values is unknown (see `to_rgb`).
+        Exception: any error of Pillow, if the file cannot be decoded.
+    """
+    image: Image.Image = _read(path, box, as_pixels=False, **settings)
+    return image
+
+
+def read_pixels(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Pixels:
+    """Like `read_image`, but returns the pixels as a tensor.
+
+    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
+
+    Args:
+        path: as for `read_image`.
+        box: as for `read_image`.
+        settings: as for `read_image`.
+
+    Raises:
+        Exception: as for `read_image`.
+    """
+    pixels: Pixels = _read(path, box, as_pixels=True, **settings)
+    return pixels
+
+
+def _read(
     path: Path | BinaryIO,
     box: Box | None = None,
     *,
@@ -223,66 +268,32 @@ def read_pixels(
     background: Sequence[int] = WHITE,
     least_size: Size | None = None,
     short_side: int | None = None,
-) -> Pixels:
-    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
-
-    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
-
-    Args:
-        path: the file, or its content as a binary stream.
-        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
-        load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
-        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
-            upright image. For TIFF files there is no difference, because Pillow rotates them itself.
-        background: red, green and blue of the colour behind transparent pixels.
-        least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
-            at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
-            means the full scale.
-        short_side: the short side to which the image will be resized, for which it must not be too thin; None if it
-            will not be.
-
-    Raises:
-        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
-            pixel values is unknown (see `to_rgb`).
-        Exception: any error of Pillow, if the file cannot be decoded.
-    """
+    as_pixels: bool,
+) -> Any:
+    """The image of `read_image`, or of `read_pixels` if `as_pixels`."""
     with truncated_images(load_truncated), open_image(path) as file:
-        divisor, pixels = 1, None
-        if isinstance(file, JpegImageFile):
-            if least_size is not None:
-                divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
-            if divisor == 1:
-                pixels = _decoded_jpeg(file)
-        if pixels is None:
-            pixels = to_pixels(to_rgb(file, background))
+        divisor = 1
+        if least_size is not None and isinstance(file, JpegImageFile):
+            divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
+        image: Any = None
+        if as_pixels and divisor == 1:
+            image = _decoded_jpeg(file)
+        if image is None:
+            image = to_rgb(file, background)
+            if as_pixels:
+                image = to_pixels(image)
         turned = orientation(file)  # some of Pillow's readers have rotated the image by themselves
     if box is not None:
         box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
-        pixels = _cropped(pixels, box)
-    if turned in TRANSPOSED:
-        pixels = pixels.transpose(1, 2)
-    if turned in FLIPPED:
-        pixels = pixels.flip(FLIPPED[turned])
+        image = _cropped(image, box)
+    if turned in ROTATIONS:
+        image = _rotated(image, turned)
     if box is not None and not boxes_before_rotation:
-        pixels = _cropped(pixels, box)
+        image = _cropped(image, box)
     if short_side is not None:
-        resized_size(pixels.shape[1], pixels.shape[2], short_side)  # raises for an image that is too thin
-    return pixels
-
-
-def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
-    """Like `read_pixels`, but returns a PIL image.
-
-    Args:
-        path: as for `read_pixels`.
-        box: as for `read_pixels`.
-        settings: as for `read_pixels`.
-
-    Raises:
-        Exception: as for `read_pixels`.
-    """
-    return to_image(read_pixels(path, box, **settings))
+        resized_size(*_size(image), short_side)  # raises for an image that is too thin
+    return image
 
 
 class CurrentTransform:
@@ -327,11 +338,12 @@ class CurrentTransform:
 
 
 def _decoded_jpeg(file: Any) -> Pixels | None:
-    """The pixels of a JPEG that Pillow has opened; None if Pillow must decode it, or report its error."""
-    if decode_image is None or file.mode not in ("RGB", "L"):
+    """The pixels of a JPEG that Pillow has opened; None for another file, and if Pillow must decode it."""
+    if decode_image is None or not isinstance(file, JpegImageFile) or file.mode not in ("RGB", "L"):
         return None
-    file.fp.seek(0)
-    encoded = torch.frombuffer(bytearray(file.fp.read()), dtype=torch.uint8)
+    stream: Any = file.fp
+    stream.seek(0)
+    encoded = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
     try:
         pixels: Pixels = decode_image(encoded, ImageReadMode.RGB)
     except RuntimeError:  # a damaged file, or a torchvision without libjpeg
@@ -370,9 +382,29 @@ def _divided(box: Box, divisor: int) -> Box:
     return np.concatenate([begin, end])
 
 
-def _cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
-    left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
-    return pixels[:, top:bottom, left:right]
+def _size(image: Any) -> Size:
+    """Height and width of a PIL image or of pixels."""
+    if isinstance(image, Tensor):
+        return image.shape[1], image.shape[2]
+    return image.height, image.width
+
+
+def _cropped(image: Any, box: Box) -> Any:
+    """The part of a PIL image or of pixels in a box."""
+    height, width = _size(image)
+    left, top, right, bottom = _inside(box, width, height)
+    if isinstance(image, Tensor):
+        return image[:, top:bottom, left:right]
+    return image.crop((left, top, right, bottom))
+
+
+def _rotated(image: Any, turned: int) -> Any:
+    """A PIL image or pixels, made upright by the value of the EXIF tag."""
+    if not isinstance(image, Tensor):
+        return image.transpose(ROTATIONS[turned])
+    if turned in TRANSPOSED:
+        image = image.transpose(1, 2)
+    return image.flip(FLIPPED.get(turned, ()))
 
 
 def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
