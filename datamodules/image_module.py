@@ -29,7 +29,8 @@ from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.models.sides import side_of_module
 from lightning_retrieval.paths import check_path, cure_of_missing
-from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
+from lightning_retrieval.preparation.decoding import CurrentTransform
+from lightning_retrieval.preparation.of_run import RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import Transform
@@ -357,7 +358,7 @@ class ImageDataModule(RetrievalDataModule):
 
     def _set_of_loader(self, dataset: Any) -> Any:
         """In a run, return the set in uint8 if `transfer_batch_to_device` can normalise as the transform would."""
-        if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
+        if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform.current):
             return dataset.in_uint8()
         return dataset
 

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.arguments import checked
-from lightning_retrieval.checks import check_tensor, first_of, short_repr
+from lightning_retrieval.checks import first_of, short_repr
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.paths import check_path
-from lightning_retrieval.preparation.decoding import read_image, read_pixels
-from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels, check_colour
-from lightning_retrieval.preparation.prepare import Size
+from lightning_retrieval.preparation.decoding import CurrentTransform, read_image
+from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels
 
 OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
@@ -45,11 +44,12 @@ class ImageSet(Dataset[dict[str, Any]]):
     Args:
         index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
-        transform: a function from a PIL image to a tensor, such as a `Preparation`. The function may have three
+        transform: a function from a PIL image to a tensor, such as a `Preparation`. The function may have these
             attributes. `background` is the colour behind transparent pixels (default white). If `takes_pixels` is True,
             the function takes a tensor (3, height, width) of uint8 instead of a PIL image, which is faster for JPEGs.
             `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
-            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. Its random
+            box becomes smaller than this size, see `Preparation(reduced_scale=True)`. `short_side` is the length to
+            which the function resizes the short side; an image that is too thin for it counts as undecodable. Random
             numbers are determined by the seed that `RetrievalDataLoader` gives each index, whether it draws them from
             the global generators of torch, Python and NumPy, from generators of its own, or by albumentations.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
@@ -89,12 +89,19 @@ class ImageSet(Dataset[dict[str, Any]]):
     ) -> None:
         self.index = index
         self.root = check_path("root", root, owner="ImageSet")
-        self.transform = transform
+        if isinstance(transform, CurrentTransform):
+            self.transform = transform
+        else:
+            with owned_by("ImageSet"):
+                self.transform = CurrentTransform(transform)
         self.on_error = checked(self, on_error=on_error)
         self.load_truncated = load_truncated
         self.boxes_before_rotation = boxes_before_rotation
         self._gives_uint8 = False
-        self._found_generators: tuple[Any, list[Any]] = (None, [])  # those of a transform
+        self._positions = range(len(index))
+        # The generators that the transform itself has, and the transform in which they were looked for.
+        self._generators: list[Any] = []
+        self._searched: Any = None
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
     # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
@@ -157,20 +164,18 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an image with its annotations. The item of a skipped image has an entry `skipped`, see `collate`."""
-        position = range(len(self))[index]
+        position = self._positions[index]
         try:
             image = self.input_of_transform(position)
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        with seeded_item(index, self._generators(index)):
-            item = self._with_images(image)
-        item |= {"labels": self._target(position), "ids": torch.tensor(position)}
-        for name in _FOR_RELEVANCE:
-            values = getattr(self.index, name)
-            if values is not None:
-                item[name] = torch.from_numpy(values)[position]
-        return item
+        if isinstance(index, SeededIndex) and self._searched is not self.transform.current:
+            self._searched = self.transform.current
+            self._generators = own_generators(self._searched)
+        with seeded_item(index, self._generators):
+            images = self.transformed(image)
+        return self._item(position, images)
 
     def in_uint8(self: Self) -> Self:
         """Return a copy of the set that does not normalise its images, but returns them in uint8.
@@ -185,7 +190,7 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def read(self, position: int) -> Image.Image:
         """The image at full scale, before the transform: in RGB, upright, and cropped to its box."""
-        return self._decode(read_image, position)
+        return self._decoded(read_image, position, background=self.transform.background)
 
     def input_of_transform(self, position: int) -> Image.Image | Pixels:
         """Return the image before the transform: pixels (3, height, width) if `takes_pixels`, else a PIL image.
@@ -195,64 +200,62 @@ class ImageSet(Dataset[dict[str, Any]]):
         """
         if type(self).read is not ImageSet.read:
             return self.read(position)
-        least_size = getattr(self.transform, "least_size", None)
-        if getattr(self.transform, "takes_pixels", False):
-            return self._decode(read_pixels, position, least_size)
-        return self._decode(read_image, position, least_size)
+        return self._decoded(self.transform.read, position, **self.transform.settings)
 
-    def _decode(self, read: Callable[..., Decoded], position: int, least_size: Size | None = None) -> Decoded:
+    def _decoded(self, read: Callable[..., Decoded], position: int, **settings: Any) -> Decoded:
         box = None
         if self.index.boxes is not None:
             box = self.index.boxes[position]
-        with owned_by("ImageSet"):
-            background = check_colour("transform.background", getattr(self.transform, "background", "white"))
         return read(
             self.file(position),
             box,
             load_truncated=self.load_truncated,
             boxes_before_rotation=self.boxes_before_rotation,
-            background=background,
-            least_size=least_size,
+            **settings,
         )
 
     def transformed(self, image: Image.Image | Pixels) -> Any:
         """The transformed image; not normalised if the set was made by `in_uint8`."""
-        to_uint8 = self._to_uint8()
-        if to_uint8 is not None:
-            return to_uint8(image)
-        return self.transform(image)
-
-    def _to_uint8(self) -> Callable[[Any], Tensor] | None:
-        if self._gives_uint8:
-            return getattr(self.transform, "to_uint8", None)
-        return None
-
-    def _generators(self, index: int) -> list[Any]:
-        """The generators that the transform itself has, if the index has a seed. They are looked for once."""
-        if isinstance(index, SeededIndex) and self._found_generators[0] is not self.transform:
-            self._found_generators = self.transform, own_generators(self.transform)
-        return self._found_generators[1]
-
-    def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
-        """An item with only the transformed image."""
-        images = self.transformed(image)
-        with owned_by("ImageSet"):
-            check_transformed(images)
-        if self._to_uint8() is None:
-            return {"images": images}
-        return {"images": images, UNNORMALIZED: torch.tensor(True)}
+        if self._gives_uint8 and self.transform.to_uint8 is not None:
+            return self.transform.to_uint8(image)
+        return self.transform.current(image)
 
     def file(self, position: int) -> Path | BinaryIO:
         """The file of the encoded image."""
         path: Path = self.root / self.index.paths[position]
         return path
 
-    def _target(self, position: int) -> Tensor:
-        """The label of an image, or its labels at all levels."""
+    def _item(self, position: int, images: Any) -> dict[str, Any]:
+        """An item of the set.
+
+        Args:
+            position: position of the image.
+            images: what the transform has returned.
+
+        Raises:
+            TypeError: if it is no tensor.
+        """
+        if not isinstance(images, Tensor):
+            raise InvalidType(
+                "must return a tensor (channels, height, width)",
+                "ImageSet",
+                "transform",
+                got=type(images).__name__,
+                cure="end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or "
+                "ToTensorV2() of albumentations",
+            )
+        item = {"images": images}
+        if self._gives_uint8 and self.transform.to_uint8 is not None:
+            item[UNNORMALIZED] = torch.tensor(True)
         targets = self.index.levels
         if targets is None:
             targets = self.index.labels
-        return torch.from_numpy(targets)[position]
+        item |= {"labels": torch.from_numpy(targets)[position], "ids": torch.tensor(position)}
+        for name in _FOR_RELEVANCE:
+            values = getattr(self.index, name)
+            if values is not None:
+                item[name] = torch.from_numpy(values)[position]
+        return item
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """Return the item of a skipped image: in training only its path, in evaluation a black image with role 0.
@@ -262,19 +265,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         path = str(self.root / self.index.paths[position])
         if in_training:
             return {"skipped": path}
-        item = {
-            **self._with_images(Image.new("RGB", PLACEHOLDER_SIZE)),
-            "labels": self._target(position),
-            "ids": torch.tensor(position),
-            "roles": torch.tensor(0, dtype=torch.uint8),
-            "skipped": path,
-        }
+        item = self._item(position, self.transformed(Image.new("RGB", PLACEHOLDER_SIZE)))
+        item |= {"roles": torch.tensor(0, dtype=torch.uint8), "skipped": path}
         if self.index.instances is not None:
             item["instances"] = torch.from_numpy(self.index.instances).max() + 1 + position
-        if self.index.cameras is not None:
-            item["cameras"] = torch.from_numpy(self.index.cameras)[position]
-        if self.index.tags is not None:
-            item["tags"] = torch.from_numpy(self.index.tags)[position]
         return item
 
     def _raise_or_count(self, position: int, error: Exception) -> None:
@@ -312,24 +306,6 @@ def _form_of_file(root: Path, path: str) -> str | None:
         if (root / unicodedata.normalize(form, path)).is_file():
             return form
     return None
-
-
-def check_transformed(images: Any) -> None:
-    """Raise unless a transform has returned a tensor.
-
-    Args:
-        images: the return value of the transform.
-    """
-    if isinstance(images, Tensor):
-        check_tensor("transform's result", images)
-        return
-    raise InvalidType(
-        "must return a tensor (channels, height, width)",
-        argument="transform",
-        got=type(images).__name__,
-        cure="end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() "
-        "of albumentations",
-    )
 
 
 def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:

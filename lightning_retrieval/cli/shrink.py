@@ -15,8 +15,8 @@ from lightning_retrieval.first_checks import check_images_exist
 
 DESCRIPTION = (
     "Write a copy of a folder in which the shorter side of no image is longer than --size pixels, with the same names "
-    "and folders, upright, and with the colour profiles. Small images are copied as they are. After a kill, the same "
-    "command continues. No file is replaced."
+    "and folders, upright, and with the colour profiles. Small images are copied as they are, and of an animation the "
+    "first frame. After a kill, the same command continues. No file is replaced."
 )
 POSITIONAL = {"images": "PHOTOS", "output": "SMALL"}  # names in the help of the arguments without an option
 
@@ -31,23 +31,20 @@ def shrink(args: Sequence[str]) -> int:
         check_images_exist(options.images)
         from lightning_retrieval.preparation.shrink import shrink_images  # imports torch
 
-        done = shrink_images(options.images, options.output, options.size, workers=options.workers)
+        counts, skipped = shrink_images(options.images, options.output, options.size, workers=options.workers)
     except (OSError, ValueError) as error:
         print(command_line_message("shrink", error, vars(options), positional=POSITIONAL), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"shrink: interrupted; the same command continues in {options.output}.", file=sys.stderr)
         return INTERRUPTED
-    for path, reason in done.unreadable:
-        print(f"shrink: cannot read the image {printable(path)} ({printable(reason)}); skipped.", file=sys.stderr)
-    resized = done.counts["resized"] + done.counts["first_frame"]
-    counts = f"{resized:,} images with fewer pixels, {done.counts['copied']:,} copied as they are"
-    if done.counts["kept"]:
-        counts += f", {done.counts['kept']:,} from earlier"
-    print(f"{options.output}: {counts}")
-    if done.counts["first_frame"]:
-        print(f"of {done.counts['first_frame']:,} animations or files of several pages, only the first is kept")
-    return int(bool(done.unreadable))
+    for path, reason in skipped.items():
+        print(f"shrink: no copy of the image {printable(path)} ({printable(reason)}).", file=sys.stderr)
+    shown = f"{counts['resized']:,} images with fewer pixels, {counts['copied']:,} as they are"
+    if counts["kept"]:
+        shown += f", {counts['kept']:,} from earlier"
+    print(f"{options.output}: {shown}")
+    return int(bool(skipped))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state, without_wrappers
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
-from lightning_retrieval.models.limits import limited_to, weights_of
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import describe, rebuild
@@ -222,7 +221,7 @@ def embedder_of_checkpoint(checkpoint: Path) -> tuple[nn.Module, dict[str, Any] 
         settings = saved["hyper_parameters"]
         weights = plain_state(saved["state_dict"])
         state = {name: value for name, value in weights.items() if name.startswith("embedder.")}
-        with without_pretrained_weights(), limited_to(weights_of(saved)):
+        with without_pretrained_weights():
             embedder = rebuild("embedder", settings["embedder"], nn.Module)
         embedder.load_state_dict({name.removeprefix("embedder."): value for name, value in state.items()})
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types

@@ -5,14 +5,13 @@ with A (r, in) and B (out, r), and B = 0 at the start. The weights W are frozen.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_finite_number, check_integer, short_repr
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbone
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -20,19 +19,12 @@ from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.optional_packages import optional_import
 
 MOST_RANK = 4096
-# Arguments of `peft.LoraConfig` that a file may set. Others read files, repeat layers, or run over data.
+# Arguments of `peft.LoraConfig` that a file may set. Others import modules, read files or run over data.
 OF_FILES = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
 )
-INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "olora", "pissa")  # that need neither data nor files
-# Arguments that peft takes as regular expressions: strings, elements of lists, or keys.
-PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")
-LISTS_OF_PATTERNS = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
-MOST_STEPS = 100_000_000  # steps in which the patterns of a file are matched with the names of all modules
-# The parts of a regular expression. A group is repeated at most once; look-around and references are no parts.
-PART = re.compile(r"\\[^0-9]|\[\^?\]?[^\]\\]*\]|\(\?:|\(|\)\??|\||[*+?]\??|\{[0-9,]+\}\??|[^\\\[\](){}*+?|]")
 ATTENTION = ("attn", "attention")
 ADAPTER = "lora_"  # prefix of the names of the trained matrices
 
@@ -50,11 +42,7 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
     if lora is None:
         return None
     if isinstance(lora, Mapping):
-        if lora.get("megatron_config") is not None:  # peft would import a module that another argument names
-            rule = "must not have megatron_config"
-            raise InvalidValue(rule, "Embedder", "lora", got=short_repr(lora), cure="leave it out")
         check_integer("lora['r']", lora.get("r", 8), 1, MOST_RANK, owner="Embedder")
-        _check_numbers_of_patterns(lora)
         if is_rebuilding():
             _check_arguments_of_file(lora)
         return dict(lora)
@@ -62,85 +50,13 @@ def check_lora(lora: Any) -> dict[str, Any] | None:
     return {"r": rank, "lora_alpha": rank}
 
 
-def _check_numbers_of_patterns(lora: Mapping[str, Any]) -> None:
-    """Raise unless the ranks and the alphas of single modules are numbers as those of all modules."""
-    ranks, alphas = lora.get("rank_pattern") or {}, lora.get("alpha_pattern") or {}
-    for name, rank in ranks.items():
-        check_integer(f"lora['rank_pattern'][{short_repr(name)}]", rank, 1, MOST_RANK, owner="Embedder")
-    for name, alpha in alphas.items():
-        check_finite_number(f"lora['alpha_pattern'][{short_repr(name)}]", alpha, owner="Embedder")
-
-
 def _check_arguments_of_file(lora: Mapping[str, Any]) -> None:
     """Raise unless a file may set the arguments of adapters."""
     for name, value in lora.items():
-        is_known = name in OF_FILES and (name != "init_lora_weights" or value in INITIALISATIONS)
-        if not is_known and value not in (None, False, [], {}):
+        if name not in OF_FILES and value not in (None, False, [], {}):
             rule = f"of a file must have arguments among {', '.join(OF_FILES)}"
             cure = "build the embedder in Python, and pass it: load_from_checkpoint(path, embedder=...)"
             raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=cure)
-
-
-def _check_patterns_of_file(lora: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise unless the regular expressions of a file are soon matched with the names of the modules of a backbone."""
-    longest = max(map(len, names), default=0)
-    listed = [len(value) for value in lora.values() if isinstance(value, (list, tuple, dict))]
-    steps = float(len(names) * sum(listed))
-    for argument, pattern in [("a list", ""), *_patterns(lora)]:
-        steps += len(names) * most_steps(pattern, longest)
-        if steps > MOST_STEPS:
-            raise InvalidValue(
-                "of a file must have patterns that are matched quickly, with few repeated characters and "
-                "alternatives and no repeated groups",
-                "Embedder",
-                "lora",
-                got=f"{short_repr(pattern)} in {argument}",
-                cure="give the names of the layers as a list",
-            )
-
-
-def _patterns(lora: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The regular expressions in the arguments of adapters, with the names of the arguments."""
-    for argument, value in lora.items():
-        if argument in PATTERNS and isinstance(value, str):
-            yield argument, value
-        elif argument in LISTS_OF_PATTERNS and value:
-            yield from product([argument], value)
-
-
-def most_steps(pattern: Any, length: int) -> float:
-    """An upper bound of the steps in which Python matches a pattern with a text, found without matching it.
-
-    Each repeated character takes at most `length` + 1 numbers, and each group one of its alternatives.
-
-    Args:
-        pattern: a regular expression.
-        length: length of the text.
-
-    Returns:
-        The product of these numbers and of both lengths; infinity if the pattern repeats groups, refers to groups,
-        looks around, or is no string.
-    """
-    if not isinstance(pattern, str) or "".join(PART.findall(pattern)) != pattern:
-        return float("inf")
-    steps, alternatives = float(len(pattern) + length), [1]
-    previous = ""
-    for part in PART.findall(pattern):
-        is_repeat = part[0] in "*+?{"
-        if is_repeat and (previous in ("", "(", "(?:", "|") or previous[0] in ")*+?{"):
-            return float("inf")
-        if is_repeat:
-            steps *= length + 1
-        elif part[0] == "(":
-            alternatives.append(1)
-        elif part == "|":
-            alternatives[-1] += 1
-        elif part[0] == ")":
-            steps *= alternatives.pop() + part.count("?")
-        if not alternatives:
-            return float("inf")
-        previous = part
-    return steps * alternatives.pop()
 
 
 def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
@@ -160,8 +76,6 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
     if not settings["target_modules"]:
         rule = f"must name its `target_modules`, since {type(backbone).__name__} has no linear layers in an attention"
         raise InvalidValue(rule, "Embedder", "lora", got=short_repr(dict(lora)))
-    if is_rebuilding():
-        _check_patterns_of_file(settings, list(dict(backbone.named_modules())))
     backbone.requires_grad_(False)
     try:
         peft.inject_adapter_in_model(peft.LoraConfig(**settings), backbone)

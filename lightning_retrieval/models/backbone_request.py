@@ -1,7 +1,6 @@
 """The input and output of the builders of backbones, and the names of backbones."""
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,48 +22,19 @@ def poolings_of_network(has_class_token: bool) -> tuple[str, ...]:
     return (*MAP_POOLINGS, OWN)
 
 
-def torchvision_names() -> list[str]:
-    """The names of torchvision's classification models."""
-    from torchvision import models
-
-    names: list[str] = models.list_models(module=models)
-    return names
-
-
-def timm_names() -> list[str]:
-    """The names of timm's models, without the tags of their weights; empty if timm is not installed."""
-    try:
-        import timm
-    except ModuleNotFoundError:
-        return []
-    names: list[str] = timm.list_models()
-    return names
-
-
 def unknown_name(name: str) -> ValueError:
-    """The error for an unknown name, with similar names of torchvision and timm.
+    """The error for an unknown name.
 
     Args:
         name: the argument `backbone`.
     """
-    close = _close_names(name, [*torchvision_names(), GLYPH_NET])
-    close += [f"timm/{other}" for other in _close_names(name.removeprefix("timm/"), timm_names())]
-    hint = "no name is close"
-    if close:
-        hint = "close names are " + ", ".join(map(repr, close))
     return InvalidValue(
         "must be the name of a torchvision classification model, 'timm/' and the name of a timm model, 'hf/' and a "
         "Hugging Face hub id or a local folder (hf/facebook/dinov2-small), 'glyph_net' or a module",
         "Embedder",
         "backbone",
         got=repr(name),
-        cure=hint,
     )
-
-
-def _close_names(name: str, names: Sequence[str]) -> list[str]:
-    """Up to three names that are similar to an unknown name."""
-    return difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
 
 
 @dataclass(frozen=True)

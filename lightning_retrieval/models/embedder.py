@@ -26,7 +26,6 @@ from lightning_retrieval.models.features import (
     GlobalAvgPool,
     GlobalMaxPool,
     check_features,
-    check_images_fit,
     feature_shape,
 )
 from lightning_retrieval.models.pretrained import PretrainedModule, with_pretrained_weights
@@ -215,13 +214,8 @@ class Embedder(PretrainedModule):
         Args:
             images: as for `forward`.
         """
-        self._check_images(images)
-        try:
-            features: Tensor = self.backbone(images)
-        except Exception as error:
-            if self.backbone_name is not None:
-                check_images_fit(self.backbone_name, images, self.backbone, self.image_size, error)
-            raise
+        check_float("images", images, owner="Embedder")
+        features: Tensor = self.backbone(images)
         check_features(features, images.shape)
         if features.shape[1] != self.feature_dim:
             rule = f"must return features with {self.feature_dim} channels (`feature_dim`)"
@@ -311,12 +305,6 @@ class Embedder(PretrainedModule):
             f"normalize={self.normalize}, weights={self.weights!r}, layer_norm={self.layer_norm}, "
             f"freeze_batch_norm={self.freeze_batch_norm}"
         )
-
-    def _check_images(self, images: Tensor) -> None:
-        """Raise unless the images are a batch of floating-point numbers. The backbone checks everything else."""
-        check_float("images", images, owner="Embedder")
-        if images.ndim < 2:
-            raise InvalidValue("must be a batch (N, ...)", "Embedder", "images", got=f"shape {tuple(images.shape)}")
 
     def _set_backbone(
         self,

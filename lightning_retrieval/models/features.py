@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_retrieval.arguments import Positive, checked, numbers
-from lightning_retrieval.checks import check_float, check_maps, check_positive, first_line
+from lightning_retrieval.checks import check_maps, check_positive, first_line
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
@@ -49,19 +49,9 @@ def gem(
     """
     check_maps("features", features, owner="gem")
     check_positive("eps", eps, owner="gem")
-    if isinstance(p, Tensor):
-        _check_exponent(p)
-    else:
+    if not isinstance(p, Tensor):  # the value of a tensor is not checked, to avoid a wait for the GPU
         check_positive("p", p, least=LEAST_P, most=MOST_P, owner="gem")
     return _gem(features, p, eps)
-
-
-def _check_exponent(p: Tensor) -> None:
-    """Raise unless a tensor has the form of an exponent. The value is not checked, to avoid a wait for the GPU."""
-    check_float("p", p, owner="gem")
-    if p.numel() != 1:
-        rule = "must be a number or a tensor with one element"
-        raise InvalidValue(rule, "gem", "p", got=f"shape {tuple(p.shape)}")
 
 
 def _gem(
@@ -231,50 +221,6 @@ def patch_map(
         prefix_tokens: number of tokens before the patch tokens, such as class token and registers.
     """
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
-
-
-def check_images_fit(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
-    """If a backbone fails because of the shape or the dtype of the images, raise an error that says so.
-
-    The shape is the cause if images of this shape and of the backbone's own dtype fail on the meta device too.
-
-    Args:
-        name: name of the backbone.
-        images: the batch.
-        backbone: the backbone.
-        built_for: height and width for which the backbone was built, or one number for both.
-        error: the error of the backbone.
-    """
-    reason = first_line(error)
-    if "memory" in reason:
-        return
-    channels = image_channels(backbone)
-    if images.ndim != 4 or images.shape[1] != channels:
-        rule = f"must have the shape (batch, {channels}, height, width) for {name}"
-        cure = "let the transform return tensors (channels, height, width)"
-        raise InvalidValue(rule, "Embedder", "images", got=tuple(images.shape), cure=cure) from None
-    size = tuple(images.shape[-2:])
-    built_for = height_and_width(built_for)
-    likely = _meta_image(backbone, (*backbone.parameters(), *backbone.buffers())).new_empty(images.shape)
-    if size == built_for or _takes(backbone, likely):
-        if images.dtype != likely.dtype and not torch.is_autocast_enabled(images.device.type):
-            rule = f"must have the dtype of the weights of {name}, {likely.dtype}"
-            cure = "convert the images or the network, or use autocast"
-            raise InvalidType(rule, "Embedder", "images", got=f"{images.dtype} ({reason})", cure=cure) from None
-        return
-    rule = f"must have a size that {name}, built for {built_for}, takes"
-    got = f"{size} ({type(error).__name__}: {reason})"
-    cure = "give Embedder the `image_size` of the images"
-    raise InvalidValue(rule, "Embedder", "images", got=got, cure=cure) from None
-
-
-def _takes(backbone: nn.Module, images: Tensor) -> bool:
-    """Whether a backbone embeds images on the meta device."""
-    try:
-        _features_on_meta(backbone, images)
-    except Exception:  # backbones raise errors of many types
-        return False
-    return True
 
 
 def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> str:

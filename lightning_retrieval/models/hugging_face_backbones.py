@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
@@ -29,7 +29,7 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
-from lightning_retrieval.models.limits import limited_to
+from lightning_retrieval.models.weight_files import check_loaded, load_local_file
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -47,7 +47,6 @@ FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
 # Entries of a config whose value, if it is a string, is the name of a model that transformers looks up on the hub.
 OTHER_MODELS = ("backbone", "base_model_name_or_path")
 TYPE_ARGUMENTS = ("dtype", "torch_dtype")
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # types of parameters
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -109,9 +108,8 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     """
     transformers = load_transformers(request)
     with hub_of(request):
-        with limited_to(None):
-            config = _config(transformers, request, "vision_config")
-            model = _model(transformers, request, config)
+        config = _config(transformers, request, "vision_config")
+        model = _model(transformers, request, config)
         recorded = _folder_preparation(transformers, request)
     image_size = _image_size(config)
     main_input = getattr(model, "main_input_name", "pixel_values")
@@ -142,7 +140,7 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = load_transformers(request)
-    with hub_of(request), limited_to(None):
+    with hub_of(request):
         config = _config(transformers, request, "text_config")
         model = _model(transformers, request, config)
     if getattr(model, "main_input_name", "") != "input_ids" or config.is_encoder_decoder:
@@ -182,53 +180,18 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         part: the part that is taken of the config of a model of images and texts.
     """
     arguments = {name: value for name, value in request.arguments.items() if name not in (*NO_CODE, *TYPE_ARGUMENTS)}
-    if pretrained.is_rebuilding():
+    is_rebuilding = pretrained.is_rebuilding()
+    if is_rebuilding:
         _check_config_of_file(request, "backbone_args", arguments)
     if "model_type" in arguments:
-        kind = arguments.pop("model_type")
-        if kind not in transformers.CONFIG_MAPPING:
-            rule = "must have a `model_type` of transformers, such as 'dinov2'"
-            raise InvalidValue(rule, argument="backbone_args", got=short_repr(kind))
-        config = transformers.AutoConfig.for_model(kind, **arguments)
+        whole = transformers.AutoConfig.for_model(**arguments)
     else:
-        config = _config_by_name(transformers, request, arguments)
-    if pretrained.is_rebuilding():
-        _without_pretrained_parts(config)
-    _check_not_quantized(request, getattr(config, "quantization_config", None))
-    config = getattr(config, part, config)
-    _check_not_quantized(request, getattr(config, "quantization_config", None))
+        whole = _config_by_name(transformers, request, arguments)
+    if is_rebuilding:
+        _without_pretrained_parts(whole)
+    config = getattr(whole, part, whole)
     config.dtype = _dtype(request, config.dtype)
     return config
-
-
-def _check_not_quantized(request: BackboneRequest, quantization: Any) -> None:
-    """Raise if a config says that weights are integers or numbers of eight bits or less, which cannot be trained."""
-    if quantization:
-        rule = "must be a model whose weights are not quantised"
-        got = f"hf/{request.name} with the quantization_config {short_repr(quantization)}"
-        raise InvalidValue(rule, argument="backbone", got=got, cure="take the model from which it was made")
-
-
-def _dtype(request: BackboneRequest, saved: Any) -> torch.dtype:
-    """The type of the parameters: PyTorch's default type, unless the arguments ask for another one.
-
-    transformers would take the type in which the weights were saved, since its release 5.
-
-    Args:
-        request: its arguments may have `dtype` or, as in older releases, `torch_dtype`; `"auto"` is the saved type.
-        saved: the type in the config.
-    """
-    given = filter(None, map(request.arguments.get, TYPE_ARGUMENTS))
-    wanted = next(given, None)
-    if wanted == "auto":
-        wanted = saved
-    if wanted is None:
-        return torch.get_default_dtype()
-    dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
-    if dtype not in DTYPES:
-        rule = "must have a `dtype` among float32, float64, float16 and bfloat16"
-        raise InvalidValue(rule, argument="backbone_args", got=short_repr(wanted))
-    return dtype  # type: ignore[no-any-return]
 
 
 def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapping[str, Any]) -> Any:
@@ -242,7 +205,53 @@ def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapp
     try:
         return transformers.AutoConfig.from_pretrained(request.name, **source, **NO_CODE, **arguments)
     except (OSError, ValueError) as error:
-        raise _unknown_model(request, error) from None
+        if Path(request.name).is_dir():
+            rule = "must be 'hf/' and the folder of a model whose code is part of transformers"
+            got = f"{request.name} ({first_line(error)})"
+            raise InvalidValue(rule, argument="backbone", got=got) from None
+        what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
+        raise pretrained.hub_error("backbone", what, error) from None
+
+
+def _check_config_of_file(request: BackboneRequest, argument: str, config: Mapping[str, Any]) -> None:
+    """Raise if the config in a file would run code, or make transformers read or download something else.
+
+    Args:
+        request: the request, for error messages.
+        argument: the argument that the config belongs to.
+        config: the entries of the config.
+
+    Raises:
+        ValueError: if the config names kernels, another model, a quantisation or an address, at any depth.
+    """
+    for name, value in named_values(argument, config):
+        names_model = name in OTHER_MODELS and isinstance(value, str)
+        if names_model or names_kernels(name, value) or (name == "quantization_config" and value):
+            rule = "must be a model whose config names no kernels, no other model and no quantisation"
+            got = f"hf/{request.name} with {name}={short_repr(value)}"
+            cure = "if you trust it, build the model with transformers and give the module"
+            raise InvalidValue(rule, argument=argument, got=got, cure=cure)
+    check_plain_data(argument, config)
+
+
+def _dtype(request: BackboneRequest, saved: torch.dtype | None) -> torch.dtype:
+    """The type of the parameters: PyTorch's default type, unless the arguments ask for another one.
+
+    transformers would take the type in which the weights were saved, since its release 5.
+
+    Args:
+        request: its arguments may have `dtype` or, as in older releases, `torch_dtype`; `"auto"` is the saved type.
+        saved: the type in the config.
+    """
+    wanted: Any = None
+    for name in TYPE_ARGUMENTS:
+        wanted = wanted or request.arguments.get(name)
+    if wanted == "auto":
+        wanted = saved
+    if wanted is None:
+        return torch.get_default_dtype()
+    dtype: torch.dtype = getattr(torch, str(wanted).removeprefix("torch."))
+    return dtype
 
 
 def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
@@ -265,12 +274,10 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             model = kind(config, **settings)
         model.to(config.dtype)
         if has_file and not pretrained.are_skipped():
-            prefix = f"{model.base_model_prefix}."
-            pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
+            load_local_file(str(request.weights), model, optional=CLASSIFIERS)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
-    _check_no_adapters(transformers, request)
-    _check_names_of_shards(request)
+    _check_reads_only(transformers, request)
     try:
         loaded = kind.from_pretrained(
             request.name,
@@ -286,35 +293,31 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
     model, loading = loaded
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
-    pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
+    check_loaded(what, f"hf/{request.name}", model, trained)
     return model
 
 
-def _check_no_adapters(transformers: Any, request: BackboneRequest) -> None:
-    """Raise if a folder, or a model on the hub, has adapters, whose file names the model that would be downloaded."""
-    source = source_of(request)
-    try:
-        file = transformers.utils.find_adapter_config_file(request.name, **source)
-    except (OSError, ValueError):  # which loading the weights raises again
-        return
+def _check_reads_only(transformers: Any, request: BackboneRequest) -> None:
+    """Raise if a folder, or a model on the hub, would make transformers read weights that are elsewhere.
+
+    The config of adapters names the model below them, and the index of weights in several files names these files.
+    """
+    file = None
+    with suppress(OSError, ValueError):  # which loading the weights raises again
+        file = transformers.utils.find_adapter_config_file(request.name, **source_of(request))
     if file is not None:
         rule = "must be a model with its own weights"
         got = f"hf/{request.name}, which has the adapters of another model ({Path(file).name})"
         raise InvalidValue(rule, argument="backbone", got=got, cure="merge them into the weights and save the model")
-
-
-def _check_names_of_shards(request: BackboneRequest) -> None:
-    """Raise if the index of a folder whose weights are in several files names a file that is not in the folder."""
     for index in sorted(Path(request.name).glob("*.index*.json")):
         names: Any = ()
-        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             names = json.loads(index.read_bytes())["weight_map"].values()  # transformers reports other content
-        for name in names:
-            if leaves_root(str(name)):
-                rule = "must be a folder whose files of weights are in it"
-                got = f"hf/{request.name}, whose {index.name} names {short_repr(name)}"
-                cure = "copy the file into the folder and correct the name"
-                raise InvalidValue(rule, argument="backbone", got=got, cure=cure)
+        outside = list(filter(leaves_root, map(str, names)))
+        if outside:
+            rule = "must be a folder whose files of weights are in it"
+            got = f"hf/{request.name}, whose {index.name} names {short_repr(outside[0])}"
+            raise InvalidValue(rule, argument="backbone", got=got)
 
 
 def _class_of_model(transformers: Any, config: Any) -> Any:
@@ -323,25 +326,6 @@ def _class_of_model(transformers: Any, config: Any) -> Any:
     if type(config) in transformers.MODEL_MAPPING or not hasattr(transformers, f"{name}Model"):
         return transformers.AutoModel
     return getattr(transformers, f"{name}Model")
-
-
-def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
-    """The error for a name whose config cannot be loaded."""
-    if "trust_remote_code" in str(error):
-        return InvalidValue(
-            "must be a model whose code is part of transformers",
-            argument="backbone",
-            got=f"hf/{request.name}, whose config names Python code of its repository",
-            cure="if you trust it, build the model with transformers and give the module",
-        )
-    if Path(request.name).is_dir():
-        return InvalidValue(
-            "must be 'hf/' and a folder with the config.json of a model",
-            argument="backbone",
-            got=f"{request.name} ({type(error).__name__})",
-        )
-    what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-    return pretrained.hub_error("backbone", what, error)
 
 
 def hub_of(request: BackboneRequest) -> AbstractContextManager[None]:
@@ -366,35 +350,6 @@ def source_of(request: BackboneRequest) -> dict[str, Any]:
     if pretrained.are_skipped() or pretrained.is_rebuilding():
         source["local_files_only"] = True
     return source
-
-
-def _check_config_of_file(request: BackboneRequest, argument: str, config: Mapping[str, Any]) -> None:
-    """Raise if the config in a file would run code, or make transformers read or download something else.
-
-    Args:
-        request: the request, for error messages.
-        argument: the argument that the config belongs to.
-        config: the entries of the config.
-
-    Raises:
-        ValueError: if the config names kernels, another model, a quantisation or an address, at any depth.
-    """
-    for name, value in named_values(argument, config):
-        if names_kernels(name, value):
-            rule = "must be a model whose code is part of transformers"
-            got = f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}"
-            cure = "if you trust them, build the model with transformers and give the module"
-            raise InvalidValue(rule, argument="backbone", got=got, cure=cure)
-        if name in OTHER_MODELS and isinstance(value, str):
-            raise InvalidValue(
-                f"asks for another model, {short_repr(value)}, in a config of a file (hf/{request.name}, `{name}`), "
-                "and a file may not choose what is downloaded",
-                argument=argument,
-                cure="build the model with transformers and give the module",
-            )
-        if name == "quantization_config":
-            _check_not_quantized(request, value)
-    check_plain_data(argument, config)
 
 
 def _without_pretrained_parts(config: Any) -> None:

@@ -17,24 +17,21 @@ import copy
 import hashlib
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import first_line, first_of, short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import without_wrappers
-from lightning_retrieval.files import is_of_others, is_system_error, new_files, writing
-from lightning_retrieval.first_checks import check_weights_exist
-from lightning_retrieval.invalid import InvalidValue, MissingFile, Unreachable, owned_by
-from lightning_retrieval.models.limits import limited_to
-from lightning_retrieval.models.weight_files import load_file, tensors_by_name, tensors_of_network
+from lightning_retrieval.files import is_of_others, new_files, writing
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
+from lightning_retrieval.models.weight_files import load_safetensors
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import check_plain_data
@@ -42,11 +39,7 @@ from lightning_retrieval.plain_data import check_plain_data
 Self = TypeVar("Self", bound="PretrainedModule")
 
 DEFAULT_WEIGHTS = "DEFAULT"
-# Prefixes that wrappers add to the names of weights: DistributedDataParallel, torch.compile, and training modules.
-PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
-RUNNING_STATISTICS = ("running_mean", "running_var")
 HUB_TIMEOUT = 10  # seconds after which the hub counts as unreachable
-SHOWN_NAMES = 3  # number of names that an error message shows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CONFIG_DIGEST = "config_sha256"  # key of the metadata of the weights
 FORMAT, VERSION = "lightning-retrieval embedder", 1
@@ -111,27 +104,6 @@ def check_cached(what: str, url: str) -> None:
         raise hub_error("weights", what, FileNotFoundError(f"{file} does not exist"))
 
 
-def check_cached_of_hub(what: str, repository: str, filename: str | None) -> None:
-    """Raise if weights on the Hugging Face hub would have to be downloaded, though they may not be.
-
-    Older versions of timm and huggingface_hub ask the hub also if they are offline.
-
-    Args:
-        what: the weights, for the error message.
-        repository: name on the hub, with the revision after an @ if it is not the newest one.
-        filename: name of the file; None for one of the usual names.
-    """
-    if may_be_downloaded():
-        return
-    from huggingface_hub import try_to_load_from_cache
-
-    name, _, revision = repository.partition("@")
-    for file in (filename, "model.safetensors", "pytorch_model.bin"):
-        if file and isinstance(try_to_load_from_cache(name, file, revision=revision or None), str):
-            return
-    raise hub_error("weights", what, FileNotFoundError("no file of them is in the cache of the hub"))
-
-
 def are_skipped() -> bool:
     """Whether backbones currently get random weights or, on the meta device, none."""
     return _skipped.get() or torch.empty(0).is_meta
@@ -140,158 +112,6 @@ def are_skipped() -> bool:
 def is_rebuilding() -> bool:
     """Whether backbones are currently rebuilt with the arguments in a file."""
     return _rebuilding.get()
-
-
-def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...] = (), prefix: str = "") -> None:
-    """Load a local file of weights into a backbone.
-
-    Args:
-        path: path of a file of safetensors or of `torch.save`, in which the names may be longer, as those of other
-            programs are, see `tensors_of_network`.
-        backbone: the backbone; the file must hold each of its parameters and running statistics.
-        optional: prefixes of names in the file that the backbone may lack, such as those of a classifier.
-        prefix: a prefix that is removed from the names in the file, like those in `PREFIXES`. Files of a model with a
-            classifier may have this prefix before the names of the backbone.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is damaged, or its names or shapes do not match the backbone.
-    """
-    names = backbone.state_dict().keys()
-    tensors = read_weights(path)
-    found = without_prefixes(tensors, names, (*PREFIXES, prefix))
-    if not names & found.keys():
-        found = tensors_of_network(path, tensors, backbone) or found
-    kept = {name: value for name, value in found.items() if not name.startswith(optional)}
-    check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept], tensors)
-    # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
-    unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
-    if unknown:
-        got = f"{path}, which has {len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})"
-        raise InvalidValue("must be a file with the weights of this backbone", argument="weights", got=got)
-    try:
-        backbone.load_state_dict(kept, strict=False)
-    except RuntimeError as error:
-        raise other_weights(path, "this backbone", error) from None
-
-
-def without_prefixes(
-    tensors: Mapping[str, Tensor], names: Collection[str], prefixes: tuple[str, ...] = PREFIXES
-) -> dict[str, Tensor]:
-    """Remove the prefixes that wrappers of a network have added to the names of tensors.
-
-    If a prefix is removed, tensors whose names do not begin with it, such as those of a head or a loss, are dropped.
-
-    Args:
-        tensors: maps names in the file to tensors.
-        names: names of the network's tensors.
-        prefixes: prefixes to remove, in any order and number, until the network has one of the names. A prefix is kept
-            if names of the network begin with it.
-    """
-    found = dict(tensors)
-    while not any(name in names for name in found):
-        for prefix in prefixes:
-            inside = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-            if prefix and inside and not any(name.startswith(prefix) for name in names):
-                break
-        else:
-            return found
-        found = inside
-    return found
-
-
-def check_loaded(
-    path: str, network: str, backbone: nn.Module, missing: Collection[str], tensors: Collection[str] = ()
-) -> None:
-    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file or a hub.
-
-    Args:
-        path: path of the file, or what was loaded from the hub, for the error message.
-        network: name of the backbone in error messages.
-        backbone: the backbone, without a classifier.
-        missing: names of the backbone's tensors that have not been loaded.
-        tensors: names of the tensors in the file, for the message if none was loaded.
-    """
-    needed = [name for name, _ in backbone.named_parameters()]
-    needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
-    absent = [name for name in needed if name in missing]
-    if absent:
-        rule = f"must be a file with the weights of {network}"
-        got = f"{path}, loaded {len(needed) - len(absent)} of {len(needed)} tensors"
-        cure = f"it has no {first_of(absent, SHOWN_NAMES)}"
-        if len(absent) == len(needed) and tensors:
-            cure += f", but {first_of(list(tensors), SHOWN_NAMES)}"
-        raise InvalidValue(rule, argument="weights", got=got, cure=cure)
-
-
-def other_weights(path: str, network: str, error: Exception) -> ValueError:
-    """The error for a file whose tensors do not match the names or shapes of a network.
-
-    Args:
-        path: path of the file.
-        network: name of the network in error messages.
-        error: the error of torch.
-    """
-    reason = " ".join(str(error).split())
-    return InvalidValue(
-        f"must be a file with the weights of {network}", argument="weights", got=f"{path} ({reason[:300]})"
-    )
-
-
-def _check_kinds(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise if tensors of a file are complex or quantised, which the parameters of a network are not."""
-    complex_names = [name for name, value in tensors.items() if value.is_complex()]
-    if complex_names:
-        rule = "must be a file whose tensors are of real numbers"
-        got = f"{path} with {tensors[complex_names[0]].dtype} ({first_of(complex_names, SHOWN_NAMES)})"
-        raise InvalidValue(rule, argument="weights", got=got)
-    quantized = list(filter(lambda name: _is_quantized(tensors[name]), tensors))
-    if quantized:
-        rule = "must be a file whose tensors are not quantised"
-        got = f"{path} with {tensors[quantized[0]].dtype} ({first_of(quantized, SHOWN_NAMES)})"
-        raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
-
-
-def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
-    """The tensors of a file by name; nothing is unpickled that could run code.
-
-    Args:
-        path: path of the file.
-        keys: entries of the file that may hold the tensors; the first existing entry is used. If the file has none of
-            them and no tensors, those of all entries are read, under the names of both.
-    """
-    file = check_path("weights", path, owner="Embedder")
-    check_weights_exist(file)
-    try:
-        if file.suffix == ".safetensors":
-            content = load_safetensors().load_file(file)
-        else:
-            content = load_file(file)
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:  # damaged files raise errors of many types
-        if is_system_error(error):
-            raise
-        rule = "must be a file of safetensors or of torch.save with tensors only"
-        got = f"{path} ({type(error).__name__}: {first_line(error)})"
-        cure = ""
-        if isinstance(error, UnpicklingError):
-            cure = "write the state_dict of the network alone to a file, with the program that it is from"
-        raise InvalidValue(rule, argument="weights", got=got, cure=cure) from None
-    for key in keys:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping):
-        rule = "must be a file of tensors by name"
-        raise InvalidValue(rule, argument="weights", got=f"{path} ({short_repr(content)})")
-    tensors = tensors_by_name(content)
-    if not tensors:  # without tensors, timm would download its own weights
-        found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
-        rule = "must be a file of tensors by name"
-        got = f"{path}, which has none, but the entries {found}"
-        raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
-    _check_kinds(path, tensors)
-    return tensors
 
 
 @contextmanager
@@ -334,12 +154,6 @@ def _end_sessions_of_hub() -> None:
         utils.reset_sessions()
 
 
-def _is_quantized(values: Tensor) -> bool:
-    """Whether values are numbers of eight bits or less, which mean nothing without their scales."""
-    is_float8 = values.is_floating_point() and values.element_size() == 1
-    return values.is_quantized or is_float8 or values.dtype == torch.int8
-
-
 def hub_error(argument: str, what: str, error: Exception) -> ValueError:
     """The error for a failed download from a hub, with advice for offline use.
 
@@ -362,17 +176,6 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
         argument=argument,
         cure=cure,
     )
-
-
-def load_safetensors() -> Any:
-    """Import and return `safetensors.torch`.
-
-    Raises:
-        ModuleNotFoundError: if safetensors is not installed.
-    """
-    with optional_import("safetensors must be installed: pip install 'lightning-retrieval[hub]'.", "Embedder"):
-        import safetensors.torch
-    return safetensors.torch
 
 
 class PretrainedModule(nn.Module):
@@ -445,27 +248,23 @@ class PretrainedModule(nn.Module):
         check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise InvalidValue(f"{config} must not have `lora`", got=short_repr(arguments["lora"]))
-        safetensors = load_safetensors()
-        tensors: Any = None
-        damage: Exception | None = None
         try:
-            tensors = safetensors.load_file(weights)
-        except Exception as error:  # safetensors raises its own type of error
-            damage = error
-        try:
-            with without_pretrained_weights(), limited_to(tensors):
-                embedder = cls(**arguments)
-        except TypeError as error:
-            rule = f"{config} must hold arguments that this release of lightning-retrieval knows"
-            raise InvalidValue(rule, got=f"others ({first_line(error)})") from None
-        _check_same_model(config, weights, arguments)
-        if damage is not None:
-            raise _other_tensors(weights, damage)
-        try:
-            embedder.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise _other_tensors(weights, error) from None
-        return embedder.eval()
+            tensors, digest = _read_embedder(weights)
+            if digest in (None, _digest_of(arguments)):  # earlier releases, and other programs, record no digest
+                with without_pretrained_weights():
+                    embedder = cls(**arguments)
+                embedder.load_state_dict(tensors)
+                return embedder.eval()
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # constructors and safetensors raise errors of many types
+            rule = f"{config} must be the config of a model whose weights {weights.name} holds"
+            raise InvalidValue(rule, got=f"other files ({first_line(error)})") from None
+        raise InvalidValue(
+            f"{weights} must be of the model that {config} describes, but was saved with another config",
+            cure=f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or "
+            "build an Embedder with these arguments, give it the weights with load_state_dict, and save it",
+        )
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
         """Write the embedder to a repository on the Hugging Face hub, in the format of `save_pretrained`.
@@ -479,19 +278,14 @@ class PretrainedModule(nn.Module):
             The address of the commit.
 
         Raises:
-            ConnectionError: if the hub cannot be reached, or does not accept the files.
+            Exception: any error of huggingface_hub, if the hub cannot be reached, or does not accept the files.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             hub = load_hub()
-            try:
-                hub.create_repo(repo_id, private=private, exist_ok=True)
-                commit = hub.upload_folder(repo_id=repo_id, folder_path=Path(folder), commit_message=message)
-            except Exception as error:  # errors of the network or the hub, or an invalid name
-                rule = f"the hub must be reachable and accept the model as {short_repr(repo_id)}"
-                cure = "log in with `hf auth login`, or use save_pretrained without a network"
-                raise Unreachable(rule, "Embedder", got=f"an error ({first_line(error)})", cure=cure) from None
+            hub.create_repo(repo_id, private=private, exist_ok=True)
+            commit = hub.upload_folder(repo_id=repo_id, folder_path=Path(folder), commit_message=message)
         return str(commit)
 
 
@@ -508,28 +302,14 @@ def _check_not_of_others(config: Path) -> None:
         raise InvalidValue(rule, "Embedder", "folder", got=got, cure="give another folder")
 
 
-def _check_same_model(config: Path, weights: Path, arguments: Mapping[str, Any]) -> None:
-    """Raise if the weights were saved with another config. Earlier releases, and other programs, do not record it."""
+def _read_embedder(weights: Path) -> tuple[dict[str, Tensor], str | None]:
+    """The weights of an embedder by name, and the digest of its config; None if it is not recorded."""
     load_safetensors()
-    import safetensors
+    from safetensors import safe_open
 
-    try:
-        with safetensors.safe_open(weights, framework="pt") as file:
-            recorded = (file.metadata() or {}).get(CONFIG_DIGEST)
-    except Exception:  # a damaged file, which is named when its tensors are read
-        return
-    if recorded is not None and recorded != _digest_of(arguments):
-        raise InvalidValue(
-            f"{weights} must be of the model that {config} describes, but was saved with another config",
-            "Embedder",
-            cure=f"save the model again with save_pretrained. If you have changed {CONFIG} yourself, undo that; or "
-            "build an Embedder with these arguments, give it the weights with load_state_dict, and save it",
-        )
-
-
-def _other_tensors(path: Path, error: Exception) -> ValueError:
-    """The error for a file that does not hold the weights of an embedder."""
-    return InvalidValue(f"{path} must hold the weights of its config's model ({first_line(error)})", "Embedder")
+    with safe_open(weights, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, (file.metadata() or {}).get(CONFIG_DIGEST)
 
 
 def load_hub() -> Any:

@@ -2,9 +2,10 @@
 
     f = P (x - m), normalised, with P = V^T L^-1
 
-    m      mean of the first images q of the matching pairs (q, p) S      mean of (q - p) (q - p)^T over the pairs L
-    Cholesky factor of S: S = L L^T V      eigenvectors of the second moments of L^-1 (x - m) over all rows x, the
-    largest eigenvalue first
+    m   the mean of the first images q of the matching pairs (q, p)
+    S   the mean of (q - p) (q - p)^T over the pairs
+    L   the Cholesky factor of S: S = L L^T
+    V   the eigenvectors of the second moments of L^-1 (x - m) over all rows x, the largest eigenvalue first
 
 L^-1 shrinks the directions in which images of the same class differ. V^T rotates the result so that the first rows of P
 keep most of the variance; keeping only the first `dim` rows reduces the dimension. If S is singular, the official code

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import check_integer, is_traced, short_repr
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
@@ -193,33 +193,14 @@ class TextEmbedder(nn.Module):
         Args:
             tokens: what `tokenizer` returns. A row of -1 is an empty text.
 
-        Raises:
-            ValueError: if `tokens` is not a matrix, or, on the CPU, if a token is not among those of the tokenizer.
-            TypeError: if `tokens` is not a tensor of int64.
         """
-        rule = "TextEmbedder: `tokens` must be a matrix of int64 (rows, tokens), such as `tokenizer(texts)`"
-        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.layout != torch.strided:
-            raise TypeError(f"{rule}, got {getattr(tokens, 'dtype', type(tokens).__name__)}.")
-        if tokens.ndim != 2:
-            raise ValueError(f"{rule}, got shape {tuple(tokens.shape)}.")
         if tokens.shape[1] == 0:  # all texts are empty
             tokens = nn.functional.pad(tokens, (0, 1), value=PADDING)
-        self._check_vocabulary(tokens)
         features: Tensor = self.backbone(tokens)
         embeddings: Tensor = self.head(features.to(self.head.weight.dtype))  # `backbone_args` may have a `dtype`
         if self.normalize:
             return l2_normalize(embeddings)
         return embeddings
-
-    def _check_vocabulary(self, tokens: Int64[Tensor, "batch token"]) -> None:
-        """Raise if a token on the CPU has no vector. On another device, the host would wait for the answer."""
-        if tokens.device.type != "cpu" or len(tokens) == 0 or torch.compiler.is_compiling() or is_traced():
-            return
-        smallest, largest = map(int, tokens.aminmax())
-        if smallest < PADDING or largest >= self.backbone.vocabulary:
-            rule = f"must be from 0 to {self.backbone.vocabulary - 1}, or {PADDING} for padding"
-            got = f"{smallest} to {largest}"
-            raise InvalidValue(rule, "TextEmbedder", "tokens", got=got, cure="use the `tokenizer` of this embedder")
 
     def init_args(self) -> dict[str, Any]:
         """The constructor's arguments as plain values.
@@ -258,11 +239,6 @@ class TextEmbedder(nn.Module):
             tokenizer = JSONTokenizer.from_state(state)
             self._check_tokenizer(tokenizer)
             self._tokenizer = tokenizer
-            return
-        is_empty = isinstance(state, Tensor) and state.numel() == 0
-        if not is_empty:
-            rule = f"the weights must hold no tokenizer for {self.backbone_name}"
-            raise InvalidValue(rule, got=short_repr(state))
 
     def extra_repr(self) -> str:
         return (
@@ -302,11 +278,7 @@ class TextEmbedder(nn.Module):
         if self.weights is not None:
             raise InvalidValue("must be None for 'ngram_net'", "TextEmbedder", "weights", got=short_repr(self.weights))
         of_tokenizer = {name: value for name, value in self.backbone_args.items() if name in NGRAM_SETTINGS}
-        of_net = {name: value for name, value in self.backbone_args.items() if name in ("buckets", "dim")}
-        unknown = self.backbone_args.keys() - of_tokenizer.keys() - of_net.keys()
-        if unknown:
-            rule = "must be among buckets, min_n, max_n and dim for 'ngram_net'"
-            raise InvalidValue(rule, "TextEmbedder", "backbone_args", got=short_repr(min(unknown)))
+        of_net = {name: value for name, value in self.backbone_args.items() if name not in ("min_n", "max_n")}
         if self.max_length is not None:
             of_tokenizer["max_length"] = self.max_length
         self._tokenizer = NgramTokenizer(**of_tokenizer)

@@ -8,7 +8,7 @@ result of its own pooling: its class token, the average of its patch tokens, or 
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from lightning_retrieval.checks import check_choice, short_repr
+from lightning_retrieval.checks import check_choice
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models import pretrained
@@ -32,7 +31,7 @@ from lightning_retrieval.models.backbone_request import (
     unknown_name,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
-from lightning_retrieval.models.weight_files import tensors_of_network
+from lightning_retrieval.models.weight_files import check_loaded, other_weights, read_weights, tensors_of_network
 from lightning_retrieval.optional_packages import optional_import
 
 # Arguments that allow a transformer to run with other image sizes, in descending order of flexibility. A model that
@@ -126,8 +125,9 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
             local file or a name of `PACKAGED_WEIGHTS`.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or belong to
-            another model, or with these arguments the model is not a classification model.
+        ValueError: if the name, the weights or the pooling is unknown, or the weights cannot be downloaded or
+            belong to another model.
+        AttributeError: if with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm or the package of the weights is not installed.
     """
@@ -140,10 +140,6 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     if not timm.is_model(request.name):
         raise unknown_name(f"timm/{request.name}")
     model = _create_model(timm, request)
-    if not hasattr(model, "forward_features"):
-        rule = f"must leave timm/{request.name} a classification model"
-        got = f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}"
-        raise InvalidValue(rule, "Embedder", "backbone_args", got=got)
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
@@ -176,8 +172,9 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         check_choice("weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags), owner="Embedder")
         name = f"{plain_name}.{weights}"
     is_loaded = not pretrained.are_skipped()
-    if is_loaded:
-        _check_address(timm, name, weights)
+    config = timm.get_pretrained_cfg(name)
+    if is_loaded and config is not None and config.url and not config.hf_hub_id:
+        pretrained.check_cached(f"{weights!r} of timm/{name}", config.url)
     try:
         # A checkpoint of adapters too may name these weights, since timm lists them.
         with pretrained.hub_access(allowed=is_loaded and pretrained.may_be_downloaded()):
@@ -185,17 +182,6 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
     except (OSError, RuntimeError, ValueError) as error:
         _build_without_weights(timm, request)
         raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
-
-
-def _check_address(timm: Any, name: str, weights: str) -> None:
-    """Raise if weights may not be downloaded and are not on this machine."""
-    config, what = timm.get_pretrained_cfg(name), f"{weights!r} of timm/{name}"
-    if config is None:
-        return
-    if config.hf_hub_id:
-        pretrained.check_cached_of_hub(what, config.hf_hub_id, config.hf_hub_filename)
-    elif config.url:
-        pretrained.check_cached(what, config.url)
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:
@@ -259,25 +245,21 @@ def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str,
         raise InvalidValue(rule, "Embedder", "weights", got=f"{path}, which is missing or another one", cure=cure)
     with torch.device("meta"):
         names = timm.create_model(packaged.network).state_dict()
-    return str(path), dict(zip(names, pretrained.read_weights(str(path)).values(), strict=True))
+    return str(path), dict(zip(names, read_weights(str(path)).values(), strict=True))
 
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     """A model with all weights of a local file. timm converts the names, and resamples weights to the image size."""
-    tensors = pretrained.read_weights(path, ENTRIES)
-    plain = pretrained.without_prefixes(tensors, ())
+    tensors = read_weights(path, ENTRIES)
     with torch.device("meta"):
         network = _flexible_model(timm, request, request.name, {})
-    if not network.state_dict().keys() & {*tensors, *plain}:
-        found = tensors_of_network(path, tensors, network)
-        if found is not None:
-            return _loaded_model(timm, request, path, found)
-    if plain.keys() != tensors.keys():
-        # Try the names in the file first: timm converts the names of a model's original code, and some of these names
-        # begin with a prefix in `PREFIXES`.
+    own = tensors_of_network(path, tensors, network)
+    needed = {name for name, _ in network.named_parameters()}
+    if own.keys() != tensors.keys() and not needed <= own.keys():
+        # timm converts the names of a model's original code, which may begin with what was removed.
         with suppress(ValueError):
             return _loaded_model(timm, request, path, tensors)
-    return _loaded_model(timm, request, path, plain)
+    return _loaded_model(timm, request, path, own)
 
 
 def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -294,36 +276,32 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     request = replace(request, arguments=given)
     weights = {"pretrained": True, "pretrained_cfg_overlay": overlay}
     try:
-        with _noted_loading() as missing:
+        with _missing_names() as missing:
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
         _build_without_weights(timm, request)
-        raise pretrained.other_weights(path, network, error) from None
+        raise other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
-    pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()), tensors)
+    check_loaded(path, network, model, missing.get(model, model.state_dict().keys()), tensors)
     return model
 
 
 @contextmanager
-def _noted_loading() -> Iterator[dict[nn.Module, Collection[str]]]:
-    """Context that records, for each module built in it, the names that were missing when its weights were loaded."""
-    missing: dict[nn.Module, Collection[str]] = {}
-    handles: dict[nn.Module, Any] = {}
+def _missing_names() -> Iterator[dict[nn.Module, list[str]]]:
+    """Context that records the names that each module lacked when its weights were loaded; timm only logs them."""
+    missing: dict[nn.Module, list[str]] = {}
+    load = nn.Module.load_state_dict
 
-    def note(module: nn.Module, result: Any) -> None:
-        missing[module] = list(result.missing_keys)
+    def load_and_record(module: nn.Module, *arguments: Any, **settings: Any) -> Any:
+        result = load(module, *arguments, **settings)
+        missing[module] = result.missing_keys
+        return result
 
-    def watch(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if module not in handles:
-            handles[module] = module.register_load_state_dict_post_hook(note)
-
-    registration = register_module_module_registration_hook(watch)
+    nn.Module.load_state_dict = load_and_record  # type: ignore[assignment, method-assign]
     try:
         yield missing
     finally:
-        registration.remove()
-        for handle in handles.values():
-            handle.remove()
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
 
 
 def _prefix_tokens(model: Any) -> int:

@@ -4,14 +4,12 @@ A tokenizer is plain data: a few numbers, or the text of a `tokenizer.json`. A c
 vocabulary file nor a network.
 """
 
-import base64
 import json
-import math
-import re
 import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +19,14 @@ from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
 from lightning_retrieval.checks import check_integer, first_line, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.optional_packages import optional_import
 
-MOST_GROWTH = 100  # times that a tokenizer may make a text longer
-USUAL_REPLACEMENT = 64  # bytes of the longest text by which NFKC, and so SentencePiece, replaces a character
 PADDING = -1  # the token that fills shorter rows
 MOST_BUCKETS = 1 << 22
 MOST_CHARACTERS = 64  # largest length of an n-gram
 MOST_TOKENS = 1 << 16
-LARGEST_STATE = 1 << 26  # bytes of a serialised tokenizer
 # Classes of transformers that take all of a tokenizer from its file.
 GENERAL_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -149,8 +144,6 @@ class JSONTokenizer(Tokenizer):
         ):
             import tokenizers
         self.text = text
-        with owned_by(type(self).__name__):
-            check_growth(text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_padding()
@@ -185,98 +178,12 @@ class JSONTokenizer(Tokenizer):
         Raises:
             ValueError: if the value is not the state of a tokenizer.
         """
-        rule = f"the state of a tokenizer must be a tensor of at most {LARGEST_STATE:,} bytes that a checkpoint holds"
-        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-            raise InvalidValue(rule, got=short_repr(state))
-        if len(state) > LARGEST_STATE:
-            raise InvalidValue(rule, got=f"{len(state):,}")
         try:
             content = json.loads(state.cpu().numpy().tobytes())
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, Mapping) or not isinstance(content.get("tokenizer"), str):
-            raise InvalidValue(rule, got="bytes that are not the JSON of one")
-        max_length: Any = content.get("max_length")  # checked below
-        try:
-            return cls(content["tokenizer"], max_length=max_length)
-        except (ValueError, TypeError) as error:
-            raise InvalidValue(rule, got=f"one that cannot be rebuilt ({first_line(error)})") from None
-
-
-def check_growth(text: str) -> None:
-    """Raise if a tokenizer could take memory or time without end for a text, before it is built.
-
-    Args:
-        text: content of `tokenizer.json`.
-
-    Raises:
-        ValueError: if the content is too long, its replacements could make a text more than 100 times longer, or a
-            regular expression repeats a group.
-    """
-    if len(text) > LARGEST_STATE:
-        raise InvalidValue(f"must have at most {LARGEST_STATE:,} characters", argument="text", got=f"{len(text):,}")
-    try:
-        pending = [json.loads(text)]
-    except (ValueError, RecursionError):
-        return  # which is no tokenizer
-    growth = 1.0
-    while pending and growth <= MOST_GROWTH:
-        value = pending.pop()
-        if isinstance(value, dict):
-            growth *= _growth(value)
-            pending += [part for name, part in value.items() if name not in ("vocab", "merges", "added_tokens")]
-        elif isinstance(value, list):
-            pending += value
-    if growth > MOST_GROWTH:
-        raise InvalidValue(
-            f"must be a tokenizer that makes no text more than {MOST_GROWTH} times longer and whose regular "
-            "expressions repeat no groups",
-            argument="text",
-            got=short_repr(text),
-            cure="take another tokenizer",
-        )
-
-
-def _growth(part: dict[str, Any]) -> float:
-    """How many times longer a part of a tokenizer may make a text; infinity if its work has no such bound."""
-    pattern = part.get("pattern")
-    if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-        outside = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "x", pattern["Regex"], flags=re.DOTALL)
-        if re.search(r"\)[*+{]", outside):
-            return math.inf
-    kind = part.get("type")
-    if kind == "Replace":
-        return _growth_of_replacement(pattern, len(str(part.get("content", ""))))
-    if kind == "Precompiled":
-        return _longest_replacement(part.get("precompiled_charsmap"))
-    if kind == "TemplateProcessing":
-        return max(1, str(part.get("single")).count("'Sequence'"))
-    return 1
-
-
-def _growth_of_replacement(pattern: Any, length: int) -> float:
-    """How many times longer a text gets if each match of a pattern becomes `length` characters."""
-    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
-        return max(1, math.ceil(length / max(1, len(pattern["String"]))))
-    regular = str(pattern.get("Regex", "")) if isinstance(pattern, dict) else ""
-    try:
-        matches_nothing = re.search(regular, "") is not None or re.search(r"\(\?|\\[bB]|[\^$]", regular) is not None
-    except re.error:  # a syntax that Python does not know
-        matches_nothing = True
-    return max(1, length + matches_nothing)
-
-
-def _longest_replacement(charsmap: Any) -> float:
-    """The length of the longest text by which a map of characters of SentencePiece replaces one."""
-    try:
-        content = base64.b64decode(charsmap)
-    except (TypeError, ValueError):
-        return 1  # which is no map
-    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
-    longest = max(map(len, texts))
-    if longest <= USUAL_REPLACEMENT:
-        return 1
-    return longest
+            return cls(content["tokenizer"], max_length=content["max_length"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            rule = "the state of a tokenizer must be bytes that a checkpoint holds"
+            raise InvalidValue(rule, got=f"{short_repr(state)} ({first_line(error)})") from None
 
 
 def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -> str:
@@ -288,12 +195,7 @@ def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -
             `do_lower_case` whether a tokenizer of BERT changes the case.
         lower_case: whether the model was trained on texts in lower case, to which all texts are then changed.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return text  # which is no tokenizer
-    if not isinstance(content, dict):
-        return text
+    content = json.loads(text)
     changed = dict(content)
     normalizer = content.get("normalizer")
     says_case = "do_lower_case" in settings and settings.get("tokenizer_class") not in GENERAL_CLASSES
@@ -329,18 +231,12 @@ def read_hugging_face_tokenizer(
 
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
-        if file.stat().st_size > LARGEST_STATE:
-            raise ValueError(f"it has more than {LARGEST_STATE:,} bytes")
-        text = file.read_text(encoding="utf-8")
+        settings: dict[str, Any] = {}  # without the file, the limit is that of the model
+        with suppress(OSError, ValueError):
+            settings = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
+        text = with_settings(file.read_text(encoding="utf-8"), settings, lower_case=lower_case)
     except (OSError, ValueError) as error:
         raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
-    config: Any = None
-    try:
-        config = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # without the file, the limit is that of the model
-        config = {}
-    settings = config if isinstance(config, dict) else {}
-    text = with_settings(text, settings, lower_case=lower_case)
     of_tokenizer = settings.get("model_max_length")
     if isinstance(of_tokenizer, int) and of_tokenizer > 0:
         max_length = min(max_length, of_tokenizer)

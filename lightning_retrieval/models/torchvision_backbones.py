@@ -15,11 +15,11 @@ from lightning_retrieval.models.backbone_request import (
     MAP_POOLINGS,
     BackboneRequest,
     BuiltBackbone,
-    torchvision_names,
     unknown_name,
 )
 from lightning_retrieval.models.features import height_and_width
-from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error, load_local_file
+from lightning_retrieval.models.pretrained import are_skipped, check_cached, hub_error
+from lightning_retrieval.models.weight_files import load_local_file
 
 POOLING_AND_CLASSIFIER = ("avgpool", "classifier", "fc")
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
@@ -38,7 +38,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     """
     from torchvision import models
 
-    if request.name not in torchvision_names():
+    if request.name not in models.list_models(module=models):
         raise unknown_name(request.name)
     has_file = is_local_file(request.weights)
     weights = None

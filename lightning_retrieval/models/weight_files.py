@@ -1,19 +1,24 @@
-"""Files of weights that other programs wrote: how a network is named in them, and what else they hold.
+"""Files of weights, also those that other programs wrote: their tensors, by the names of a network.
 
 A training script writes the network inside of its own objects, so that the names of the tensors begin with those of
 attributes (`module.encoder_q.`), or the tensors lie in an entry of the file (`teacher`), beside states of the optimizer
 and the script's settings. Nothing of a file is run.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import first_of
+from lightning_retrieval.checks import first_line, first_of, short_repr
+from lightning_retrieval.files import is_system_error
+from lightning_retrieval.first_checks import check_weights_exist
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.paths import check_path
 
 # Classes and functions of the settings and results that training scripts store beside the tensors, which are skipped.
 SETTINGS = (
@@ -27,6 +32,8 @@ SETTINGS = (
 # Parts of names of the network that is evaluated, in files with two: DINO, MoCo, MoCo v3 and averaged weights.
 EVALUATED = ("teacher.", "encoder_q.", "base_encoder.", "ema.")
 DEPTH = 4  # of the entries that are searched for tensors
+RUNNING_STATISTICS = ("running_mean", "running_var")
+SHOWN_NAMES = 3  # number of names that an error message shows
 
 
 class _Skipped:
@@ -48,25 +55,74 @@ def _stand_in(name: str) -> type[_Skipped]:
 _STAND_INS: list[Any] = list(map(_stand_in, SETTINGS))
 
 
-def load_file(file: Path) -> Any:
-    """The content of a file of `torch.save`, in which objects of `SETTINGS` mean nothing.
+def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
+    """The tensors of a file by name; nothing is unpickled that could run code.
 
     Args:
-        file: path of the file.
+        path: path of the file.
+        keys: entries of the file that may hold the tensors; the first existing entry is used. If the file has none of
+            them and no tensors, those of all entries are read, under the names of both.
 
     Raises:
-        UnpicklingError: if the file holds other objects than tensors, plain values and those of `SETTINGS`.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is damaged, holds other objects than tensors, plain values and those of `SETTINGS`, or
+            has no tensors, or tensors that no parameter has the type of.
     """
-    with torch.serialization.safe_globals(_STAND_INS):
-        return torch.load(file, map_location="cpu", weights_only=True)
+    file = check_path("weights", path, owner="Embedder")
+    check_weights_exist(file)
+    try:
+        if file.suffix == ".safetensors":
+            content = load_safetensors().load_file(file)
+        else:
+            with torch.serialization.safe_globals(_STAND_INS):
+                content = torch.load(file, map_location="cpu", weights_only=True)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # damaged files raise errors of many types
+        if is_system_error(error):
+            raise
+        rule = "must be a file of safetensors or of torch.save with tensors only"
+        cure = ""
+        if isinstance(error, UnpicklingError):
+            cure = "write the state_dict of the network alone to a file, with the program that it is from"
+        raise InvalidValue(rule, argument="weights", got=f"{path} ({first_line(error)})", cure=cure) from None
+    for key in keys:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    tensors = _tensors_by_name(content)
+    if not tensors:  # without tensors, timm would download its own weights
+        rule = "must be a file of tensors by name"
+        got = f"{path}, which has none ({short_repr(content)})"
+        raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
+    for name, value in tensors.items():
+        if value.is_complex() or _is_quantized(value):
+            rule = "must be a file whose tensors are neither complex nor quantised"
+            got = f"{path} with {value.dtype} ({name})"
+            raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
+    return tensors
 
 
-def tensors_by_name(content: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The tensors of a dict or, if it has none, those of the dicts in it, under the names of both.
+def load_safetensors() -> Any:
+    """Import and return `safetensors.torch`.
 
-    Args:
-        content: the content of a file, or an entry of it.
+    Raises:
+        ModuleNotFoundError: if safetensors is not installed.
     """
+    with optional_import("safetensors must be installed: pip install 'lightning-retrieval[hub]'.", "Embedder"):
+        import safetensors.torch
+    return safetensors.torch
+
+
+def _is_quantized(values: Tensor) -> bool:
+    """Whether values are numbers of eight bits or less, which mean nothing without their scales."""
+    is_float8 = values.is_floating_point() and values.element_size() == 1
+    return values.is_quantized or is_float8 or values.dtype == torch.int8
+
+
+def _tensors_by_name(content: Any) -> dict[str, Tensor]:
+    """The tensors of a dict or, if it has none, those of the dicts in it, under the names of both."""
+    if not isinstance(content, Mapping):
+        return {}
     direct = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     return direct or _tensors_below(content, "", set())
 
@@ -84,30 +140,74 @@ def _tensors_below(content: Mapping[Any, Any], prefix: str, visited: set[int]) -
     return found
 
 
-def tensors_of_network(path: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor] | None:
-    """The tensors of a network that a file holds under longer names, by the network's own names; None if it does not.
+def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...] = ()) -> None:
+    """Load a local file of weights into a backbone.
 
-    Tensors with other names, such as those of a head or of an optimizer, are left out. The network may also be in a
-    `Sequential` of its children, as in `Sequential(*list(resnet.children())[:-2])`, whose names are numbers.
+    Args:
+        path: path of a file of safetensors or of `torch.save`, see `tensors_of_network` for the names in it.
+        backbone: the backbone; the file must hold each of its parameters and running statistics.
+        optional: prefixes of names in the file that the backbone may lack, such as those of a classifier.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is damaged, or its names or shapes do not match the backbone.
+    """
+    names = backbone.state_dict().keys()
+    tensors = read_weights(path)
+    found = tensors_of_network(path, tensors, backbone)
+    kept = {name: value for name, value in found.items() if not name.startswith(optional)}
+    check_loaded(path, "this backbone", backbone, names - kept.keys(), tensors)
+    # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
+    unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
+    if unknown:
+        got = f"{path}, which has {len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})"
+        raise InvalidValue("must be a file with the weights of this backbone", argument="weights", got=got)
+    try:
+        backbone.load_state_dict(kept, strict=False)
+    except RuntimeError as error:
+        raise other_weights(path, "this backbone", error) from None
+
+
+def tensors_of_network(path: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network in a file, by the network's own names.
+
+    What the names begin with is removed, such as `module.encoder_q.`: that with which the most names of the network are
+    in the file. Tensors whose names do not begin with it, such as those of a head or of an optimizer, are left out. The
+    network may also be in a `Sequential` of its children, as in `Sequential(*list(resnet.children())[:-2])`, whose
+    names are numbers.
 
     Args:
         path: path of the file, for the error message.
         tensors: the tensors of the file by name.
-        network: the network, of which the file must have each parameter.
+        network: the network.
 
     Raises:
         ValueError: if the file holds several such networks, none of which is the one that is evaluated.
     """
-    parameters = dict(network.named_parameters())
     own = list(network.state_dict())
-    for names in (dict(zip(own, own)), _names_in_sequence(network, own)):
-        needed = [other for other, name in names.items() if name in parameters]
-        prefixes = _prefixes(tensors, needed)
-        if prefixes:
-            prefix = _chosen(path, prefixes)
-            inside = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            return {names.get(name, name): value for name, value in inside.items()}
-    return None
+    names = dict(zip(own, own))
+    counts = _counts_of_prefixes(tensors, names)
+    in_sequence = _names_in_sequence(network, own)
+    counts_in_sequence = _counts_of_prefixes(tensors, in_sequence)
+    if max(counts_in_sequence.values(), default=0) > max(counts.values(), default=0):
+        names, counts = in_sequence, counts_in_sequence
+    if not counts:
+        return dict(tensors)
+    prefix = _chosen(path, [prefix for prefix, count in counts.items() if count == max(counts.values())])
+    inside = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {names.get(name, name): value for name, value in inside.items()}
+
+
+def _counts_of_prefixes(tensors: Iterable[str], names: Collection[str]) -> Counter[str]:
+    """With how many names of a network each beginning of the names in a file continues."""
+    counts = Counter[str]()
+    for tensor in tensors:
+        prefix, rest = "", tensor
+        while rest:
+            counts[prefix] += rest in names
+            part, _, rest = rest.partition(".")
+            prefix += f"{part}."
+    return +counts
 
 
 def _names_in_sequence(network: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -121,27 +221,49 @@ def _names_in_sequence(network: nn.Module, names: Iterable[str]) -> dict[str, st
     return found
 
 
-def _prefixes(tensors: Mapping[str, Tensor], needed: Collection[str]) -> list[str]:
-    """What the names of the tensors begin with, if a name with each of the needed ends follows it."""
-    first = next(iter(needed), "")
-    found = []
-    for name in tensors:
-        prefix = name.removesuffix(first)
-        is_first = first and f".{name}".endswith(f".{first}")
-        if is_first and all(f"{prefix}{other}" in tensors for other in needed):
-            found.append(prefix)
-    return found
-
-
-def _is_evaluated(prefix: str) -> bool:
-    return any(part in prefix for part in EVALUATED)
-
-
 def _chosen(path: str, prefixes: list[str]) -> str:
     """The prefix of the only network, or of the one of several that is evaluated; raises if there is no such one."""
-    evaluated = list(filter(_is_evaluated, prefixes))
+    evaluated = [prefix for prefix in prefixes if any(part in prefix for part in EVALUATED)]
     if len(prefixes) > 1 and len(evaluated) != 1:
         rule = "must be a file with the weights of one network"
         got = f"{path}, which has those of {len(prefixes)}, whose names begin with {first_of(prefixes)}"
         raise InvalidValue(rule, argument="weights", got=got, cure="write the state_dict of one to a file of its own")
     return (evaluated or prefixes)[0]
+
+
+def check_loaded(
+    path: str, network: str, backbone: nn.Module, missing: Collection[str], tensors: Collection[str] = ()
+) -> None:
+    """Raise if a parameter or a running statistic of a backbone has not been loaded from a file or a hub.
+
+    Args:
+        path: path of the file, or what was loaded from the hub, for the error message.
+        network: name of the backbone in error messages.
+        backbone: the backbone, without a classifier.
+        missing: names of the backbone's tensors that have not been loaded.
+        tensors: names of the tensors in the file, for the message if none was loaded.
+    """
+    needed = [name for name, _ in backbone.named_parameters()]
+    needed += [name for name, _ in backbone.named_buffers() if name.rpartition(".")[2] in RUNNING_STATISTICS]
+    absent = [name for name in needed if name in missing]
+    if absent:
+        rule = f"must be a file with the weights of {network}"
+        got = f"{path}, loaded {len(needed) - len(absent)} of {len(needed)} tensors"
+        cure = f"it has no {first_of(absent, SHOWN_NAMES)}"
+        if len(absent) == len(needed) and tensors:
+            cure += f", but {first_of(list(tensors), SHOWN_NAMES)}"
+        raise InvalidValue(rule, argument="weights", got=got, cure=cure)
+
+
+def other_weights(path: str, network: str, error: Exception) -> ValueError:
+    """The error for a file whose tensors do not match the names or shapes of a network.
+
+    Args:
+        path: path of the file.
+        network: name of the network in error messages.
+        error: the error of torch.
+    """
+    reason = " ".join(str(error).split())
+    return InvalidValue(
+        f"must be a file with the weights of {network}", argument="weights", got=f"{path} ({reason[:300]})"
+    )

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import Fraction, PositiveInt, checked, settings_repr
-from lightning_retrieval.checks import check_finite, check_integers, check_matrix
+from lightning_retrieval.checks import check_integers, check_matrix
 from lightning_retrieval.distributed import (
     UNSHARDED,
     Shard,
@@ -91,39 +91,6 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
         return rows_of_one_process(rows)
     counts = gather_rows(torch.tensor([len(rows)], device=rows.device), [1] * world_size()).tolist()
     return FitRows(rows, counts, Shard(rank(), world_size(), device=rows.device))
-
-
-def check_on_all_processes(check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
-    """Raise the same error on all processes unless the rows of each process are valid and have the same form.
-
-    The form of embeddings and labels is their dtype, and their shape apart from the number of rows. With several
-    processes, this is a collective operation.
-
-    Args:
-        check: raises if the rows of this process are invalid.
-        embeddings: one row per image of this process.
-        labels: labels of these images, if other processes need them.
-    """
-
-    def kinds() -> dict[str, str]:
-        check()
-        return {"embeddings": _kind(embeddings), "labels": _kind(labels)}
-
-    first, *others = together(kinds)
-    for process, other in enumerate(others, 1):
-        for name, kind in other.items():
-            if kind != first[name]:
-                rule = "must have the same shape, apart from the number of rows, and dtype on all processes"
-                raise InvalidValue(
-                    rule, argument=name, got=f"{first[name]} on process 0 and {kind} on process {process}"
-                )
-
-
-def _kind(values: Tensor | None) -> str:
-    if values is None:
-        return "None"
-    sizes = ", ".join(["rows", *map(str, values.shape[1:])])
-    return f"({sizes}) of {values.dtype}"
 
 
 class PrincipalComponents(NamedTuple):
@@ -227,7 +194,7 @@ class Whitening(nn.Module):
             embeddings: one row per image of this process, from the same model as the embeddings to whiten.
             labels: labels of these images, for whitenings that need labels.
         """
-        check_on_all_processes(partial(check_matrix, "embeddings", embeddings), embeddings, labels)
+        together(partial(check_matrix, "embeddings", embeddings))  # raises on all processes if one has invalid rows
         if labels is not None:
             labels = gather_rows(labels)
         return self.fit(gather_rows(embeddings), labels)
@@ -277,8 +244,6 @@ class Whitening(nn.Module):
         if state is None:
             self.learned = None
             return
-        for part in PrincipalComponents._fields:
-            check_finite(f"state['{part}']", state[part], owner=type(self).__name__)
         found = len(state["components"])
         if self.dim is not None and found < self.dim:
             rule = f"must be at most the number of directions in the checkpoint, {found}"
@@ -334,11 +299,9 @@ class WhiteningOfSums(Whitening):
         """
         if type(self).fit is not WhiteningOfSums.fit:  # a subclass overrides `fit`, which needs all rows
             return super().fit_over_processes(embeddings, labels)
-        compared = labels if self.needs_labels else None
-        check = partial(self._check_given, embeddings, labels)
-        check_on_all_processes(check, embeddings, compared)
-        if compared is not None:
-            labels = gather_rows(compared)
+        together(partial(self._check_given, embeddings, labels))  # raises on all processes if one has invalid rows
+        if self.needs_labels and labels is not None:
+            labels = gather_rows(labels)
         return self._fit(embeddings, labels, rows_of_all_processes)
 
     def _fit(

@@ -1,4 +1,4 @@
-"""Objects as plain data and back, for checkpoints, transforms, logs and hubs.
+"""Objects as plain data and back, for checkpoints, logs and hubs.
 
 As in config files of LightningCLI, an object is described by its class path and its constructor arguments:
 `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. `describe.py` writes such descriptions, and `rebuild.py`
@@ -21,12 +21,9 @@ from lightning_retrieval.plain_data.rebuild import built as built
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
 from lightning_retrieval.plain_data.rules import INSTALLED as INSTALLED
-from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
 from lightning_retrieval.plain_data.rules import add_named_packages as add_named_packages
 from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data
-from lightning_retrieval.plain_data.rules import find_class as find_class
 from lightning_retrieval.plain_data.rules import import_named_module as import_named_module
-from lightning_retrieval.plain_data.rules import is_below as is_below
 from lightning_retrieval.plain_data.rules import load_function as load_function
 from lightning_retrieval.plain_data.rules import named_by_user as named_by_user
 from lightning_retrieval.plain_data.rules import named_values as named_values

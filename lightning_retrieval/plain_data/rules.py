@@ -43,8 +43,7 @@ PACKAGES = (
     "torchvision.models",
     "torchvision.ops",
 )
-TRANSFORM_PACKAGES = ("timm.data.transforms", "torchvision.transforms")
-_PARENTS = ("lightning_retrieval", "timm.data", "torch.nn")  # from which classes of these packages are imported, too
+_PARENTS = ("lightning_retrieval", "torch.nn")  # from which classes of these packages are imported, too
 BUILDER_OF_TIMM = "timm.create_model"
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
@@ -62,13 +61,12 @@ _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in 
 named_by_user: set[str] = set()  # modules named by the user, not by a file
 
 
-def check_plain_data(path: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
+def check_plain_data(path: str, value: Any) -> None:
     """Raise unless a value from a file is plain data in which all names are permitted; imports nothing.
 
     Args:
         path: where the value is in the file, such as `embedder.backbone`; "" for the whole.
         value: numbers, strings, None, lists and dicts.
-        packages: modules whose classes a file may name, in addition to the user's modules.
 
     Raises:
         ValueError: if a class path belongs to a module that a file may not name, or a setting would make another
@@ -77,13 +75,13 @@ def check_plain_data(path: str, value: Any, packages: tuple[str, ...] = PACKAGES
     """
     if isinstance(value, Mapping):
         if "class_path" in value and not is_incomplete(value):
-            _check_path(path, value["class_path"], packages)
+            _check_path(path, value["class_path"])
         for key, item in value.items():
             _check_setting(path, str(key), item)
-            check_plain_data(path_of_part(path, key), item, packages)
+            check_plain_data(path_of_part(path, key), item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            check_plain_data(path, item, packages)
+            check_plain_data(path, item)
     elif isinstance(value, str):
         if any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
             rule = "must not be an address, since a file may not choose what is downloaded"
@@ -110,38 +108,37 @@ def is_incomplete(description: Mapping[str, Any]) -> bool:
     return description.get("init_args", {}) is None or "<" in str(description["class_path"])
 
 
-def find_class(path: str, name: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES) -> type[Any]:
+def find_class(path: str, name: Any, kinds: Kinds = (object,)) -> type[Any]:
     """Look up a class that a file names.
 
     Args:
         path: where the name is in the file.
         name: dotted path of a class.
         kinds: the class must be a subclass of one of these.
-        packages: as for `check_plain_data`.
 
     Raises:
         ValueError: if a file may not name the class.
         TypeError: if there is no such class, or it is of none of the kinds.
     """
-    _check_path(path, name, packages)
+    _check_path(path, name)
     module, _, attribute = name.rpartition(".")
-    if module in _PARENTS or is_below(module, packages):
+    if module in _PARENTS or is_below(module, PACKAGES):
         with suppress(ImportError):
             importlib.import_module(module)
     found = getattr(sys.modules.get(module), attribute, None)
     if not (isinstance(found, type) and issubclass(found, kinds)):
         raise InvalidType(f"names {name}, which is no class of the kind needed here", argument=path)
-    if not _may_build(found, packages):
+    if not _may_build(found):
         raise _not_allowed(path, f"{found.__module__}.{found.__qualname__}")
     return found
 
 
-def _check_path(path: str, name: Any, packages: tuple[str, ...]) -> None:
+def _check_path(path: str, name: Any) -> None:
     """Raise unless a file may name a class, judged by the text; nothing is imported."""
     if not isinstance(name, str):
         raise InvalidType("must have a string as class_path", argument=path, got=short_repr(name))
     module = name.rpartition(".")[0]
-    is_known = name == BUILDER_OF_TIMM or module in _PARENTS or is_below(module, packages)
+    is_known = name == BUILDER_OF_TIMM or module in _PARENTS or is_below(module, PACKAGES)
     if not is_known and not _is_named(module) and not _is_of_user(module):
         raise _not_allowed(path, name)
 
@@ -172,9 +169,9 @@ def is_below(module: str, packages: Iterable[str]) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def _may_build(cls: type[Any], packages: tuple[str, ...]) -> bool:
+def _may_build(cls: type[Any]) -> bool:
     """Whether a file may build objects of a class, by the module that defines it."""
-    if is_below(cls.__module__, packages) or _is_named(cls.__module__):
+    if is_below(cls.__module__, PACKAGES) or _is_named(cls.__module__):
         return True
     is_derived = any(is_below(base.__module__, PACKAGES) for base in cls.__mro__)
     return is_derived and _is_of_user(cls.__module__)

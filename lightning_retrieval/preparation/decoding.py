@@ -5,22 +5,21 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 
 import contextlib
 import errno
-import io
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
 
 from lightning_retrieval.invalid import Failed, MissingFile
-from lightning_retrieval.preparation.pixels import Pixels, PixelsOfNewSize, to_pixels
+from lightning_retrieval.preparation.pixels import Pixels, check_colour, to_pixels
 from lightning_retrieval.preparation.prepare import (
     ROTATIONS,
     TRANSPOSED,
@@ -30,6 +29,7 @@ from lightning_retrieval.preparation.prepare import (
     open_image,
     orientation,
     reduce_scale,
+    resized_size,
     to_rgb,
 )
 
@@ -51,17 +51,8 @@ UNREAD_PICTURES = frozenset(
     )
 )
 MOST_SUFFIXES = 8  # suffixes that are shown
-JPEG_START = b"\xff\xd8\xff"
-
-_FLIPPED = {
-    2: (2,),
-    3: (1, 2),
-    4: (1,),
-    5: (),
-    6: (2,),
-    7: (1, 2),
-    8: (1,),
-}  # flipped dims of a tensor (C, H, W), by the same values
+# The dimensions of a tensor (C, H, W) that are flipped to make an image upright, by the value of the EXIF tag.
+FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
 def image_suffixes() -> frozenset[str]:
@@ -224,55 +215,34 @@ def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator
         yield folder, entries
 
 
-def read_image(
-    path: Path | BinaryIO,
-    box: Box | None = None,
-    *,
-    load_truncated: bool = False,
-    boxes_before_rotation: bool = False,
-    background: tuple[int, int, int] = WHITE,
-    least_size: Size | None = None,
-) -> Image.Image:
+def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
     """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
 
     Args:
         path: the file, or its content as a binary stream.
         box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
-        load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
-        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
-            upright image. For TIFF files there is no difference, because Pillow rotates them itself.
-        background: red, green and blue of the colour behind transparent pixels.
-        least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
-            at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
-            means the full scale.
+        settings: keyword arguments.
+
+            - `load_truncated`: whether a truncated file is decoded as far as possible, with the rest grey.
+            - `boxes_before_rotation`: whether the box is in pixels of the file, before the rotation, instead of pixels
+              of the upright image. For TIFF files there is no difference, because Pillow rotates them itself.
+            - `background`: red, green and blue of the colour behind transparent pixels.
+            - `least_size`: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box,
+              still has at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole
+              pixels. None means the full scale.
+            - `short_side`: the short side to which the image will be resized, for which it must not be too thin; None
+              if it will not be.
 
     Raises:
-        ValueError: if the box is outside the image, or the range of the pixel values is unknown (see `to_rgb`).
+        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
+            pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
-    with truncated_images(load_truncated), open_image(path) as file:
-        divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
-        image = to_rgb(file, background)
-        rotation = ROTATIONS.get(orientation(file))
-    box = _divided(box, divisor)
-    if box is not None and boxes_before_rotation:
-        image = _crop(image, box)
-    if rotation is not None:
-        image = image.transpose(rotation)
-    if box is not None and not boxes_before_rotation:
-        image = _crop(image, box)
+    image: Image.Image = _read(path, box, as_pixels=False, **settings)
     return image
 
 
-def read_pixels(
-    path: Path | BinaryIO,
-    box: Box | None = None,
-    *,
-    load_truncated: bool = False,
-    boxes_before_rotation: bool = False,
-    background: tuple[int, int, int] = WHITE,
-    least_size: Size | None = None,
-) -> Pixels:
+def read_pixels(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Pixels:
     """Like `read_image`, but returns the pixels as a tensor.
 
     JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
@@ -280,81 +250,105 @@ def read_pixels(
     Args:
         path: as for `read_image`.
         box: as for `read_image`.
-        load_truncated: as for `read_image`.
-        boxes_before_rotation: as for `read_image`.
-        background: as for `read_image`.
-        least_size: as for `read_image`.
+        settings: as for `read_image`.
 
     Raises:
         Exception: as for `read_image`.
     """
-    reduce = partial(_reduce, box=box, least_size=least_size, boxes_before_rotation=boxes_before_rotation)
-    decoded = _decoded_jpeg(path, reduce)
-    if decoded is None:
-        image = read_image(
-            path,
-            box,
-            load_truncated=load_truncated,
-            boxes_before_rotation=boxes_before_rotation,
-            background=background,
-            least_size=least_size,
-        )
-        return to_pixels(image)
-    pixels, rotation, divisor = decoded
-    box = _divided(box, divisor)
-    if box is not None and boxes_before_rotation:
-        pixels = _cropped(pixels, box)
-    if rotation in TRANSPOSED:
-        pixels = pixels.transpose(1, 2)
-    if rotation in _FLIPPED:
-        pixels = pixels.flip(_FLIPPED[rotation])
-    if box is not None and not boxes_before_rotation:
-        pixels = _cropped(pixels, box)
+    pixels: Pixels = _read(path, box, as_pixels=True, **settings)
     return pixels
 
 
-def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
-    """The pixels of a JPEG, its orientation, and the divisor of its size.
+def _read(
+    path: Path | BinaryIO,
+    box: Box | None = None,
+    *,
+    load_truncated: bool = False,
+    boxes_before_rotation: bool = False,
+    background: Sequence[int] = WHITE,
+    least_size: Size | None = None,
+    short_side: int | None = None,
+    as_pixels: bool,
+) -> Any:
+    """The image of `read_image`, or of `read_pixels` if `as_pixels`."""
+    with truncated_images(load_truncated), open_image(path) as file:
+        divisor = 1
+        if least_size is not None and isinstance(file, JpegImageFile):
+            divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
+        image: Any = None
+        if as_pixels and divisor == 1:
+            image = _decoded_jpeg(file)
+        if image is None:
+            image = to_rgb(file, background)
+            if as_pixels:
+                image = to_pixels(image)
+        turned = orientation(file)  # some of Pillow's readers have rotated the image by themselves
+    if box is not None:
+        box = _divided(box, divisor)
+    if box is not None and boxes_before_rotation:
+        image = _cropped(image, box)
+    if turned in ROTATIONS:
+        image = _rotated(image, turned)
+    if box is not None and not boxes_before_rotation:
+        image = _cropped(image, box)
+    if short_side is not None:
+        resized_size(*_size(image), short_side)  # raises for an image that is too thin
+    return image
 
-    The result is None if the file is not a JPEG, or if `read_image` must decode the file or report its error.
+
+class CurrentTransform:
+    """A transform of images, and how images are decoded for it, which is decided once; it may be replaced.
 
     Args:
-        path: the file, or its content.
-        reduce: sets the scale at which Pillow decodes an image, and returns the divisor of its size.
+        transform: a function from an image to a tensor. The function may have the attributes that `ImageSet` names.
+        background: the colour behind transparent pixels, unless the transform defines one.
+
+    Raises:
+        ValueError: if the colour is unknown.
     """
-    if decode_image is None:
+
+    def __init__(self, transform: Callable[[Any], Any], background: Any = "white") -> None:
+        self.set(transform, background)
+
+    def set(self, transform: Callable[[Any], Any], background: Any) -> None:
+        """Replace the transform.
+
+        Args:
+            transform: as for the constructor.
+            background: as for the constructor.
+        """
+        self.current = transform
+        # The transform without its normalisation; None if the normalisation cannot be separated.
+        self.to_uint8: Callable[[Any], Tensor] | None = getattr(transform, "to_uint8", None)
+        self.background = check_colour("transform.background", getattr(transform, "background", background))
+        self.read: Callable[..., Image.Image | Pixels] = read_image
+        if getattr(transform, "takes_pixels", False):
+            self.read = read_pixels
+        self.settings = {
+            "background": self.background,
+            "least_size": getattr(transform, "least_size", None),
+            "short_side": getattr(transform, "short_side", None),
+        }
+
+    def __call__(self, image: Any) -> Any:
+        return self.current(image)
+
+    def __repr__(self) -> str:
+        return f"CurrentTransform({self.current!r})"
+
+
+def _decoded_jpeg(file: Any) -> Pixels | None:
+    """The pixels of a JPEG that Pillow has opened; None for another file, and if Pillow must decode it."""
+    if decode_image is None or not isinstance(file, JpegImageFile) or file.mode not in ("RGB", "L"):
         return None
-    data = _content_of_jpeg(path)
-    if data is None:
-        return None
+    stream: Any = file.fp
+    stream.seek(0)
+    encoded = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
     try:
-        with open_image(io.BytesIO(data)) as file:  # reads the header only
-            if file.mode not in ("RGB", "L"):
-                return None
-            rotation = orientation(file)
-            divisor = reduce(file)
-            if divisor > 1:
-                return to_pixels(file.convert("RGB")), rotation, divisor
-        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_image(encoded, ImageReadMode.RGB), rotation, 1
-    except Exception:  # a damaged file, or a torchvision without libjpeg
+        pixels: Pixels = decode_image(encoded, ImageReadMode.RGB)
+    except RuntimeError:  # a damaged file, or a torchvision without libjpeg
         return None
-
-
-def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
-    """The content of a JPEG, or None for another file. The position of a stream does not change."""
-    if isinstance(path, (str, Path)):
-        if not os.path.isfile(path):  # `read_image` reports it, without waiting for a FIFO
-            return None
-        with open(path, "rb") as stream:
-            return _content_of_jpeg(stream)
-    position = path.tell()
-    start = path.read(len(JPEG_START))
-    data = None
-    if start == JPEG_START:
-        data = start + path.read()
-    path.seek(position)
-    return data
+    return pixels
 
 
 @contextlib.contextmanager
@@ -368,10 +362,8 @@ def truncated_images(load: bool) -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxes_before_rotation: bool) -> int:
+def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, *, boxes_before_rotation: bool) -> int:
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
-    if least_size is None or not isinstance(file, JpegImageFile):
-        return 1
     is_transposed = orientation(file) in TRANSPOSED
     if is_transposed:
         least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
@@ -384,21 +376,35 @@ def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxe
     return reduce_scale(file, least_size, (bottom - top, right - left))
 
 
-def _divided(box: Box | None, divisor: int) -> Box | None:
+def _divided(box: Box, divisor: int) -> Box:
     """The box for an image whose size was divided by `divisor`, rounded outwards."""
-    if box is None or divisor == 1:
-        return box
     begin, end = box[:2] // divisor, -(-box[2:] // divisor)
     return np.concatenate([begin, end])
 
 
-def _crop(image: Image.Image, box: Box) -> Image.Image:
-    return image.crop(_inside(box, image.width, image.height))
+def _size(image: Any) -> Size:
+    """Height and width of a PIL image or of pixels."""
+    if isinstance(image, Tensor):
+        return image.shape[1], image.shape[2]
+    return image.height, image.width
 
 
-def _cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
-    left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
-    return pixels[:, top:bottom, left:right]
+def _cropped(image: Any, box: Box) -> Any:
+    """The part of a PIL image or of pixels in a box."""
+    height, width = _size(image)
+    left, top, right, bottom = _inside(box, width, height)
+    if isinstance(image, Tensor):
+        return image[:, top:bottom, left:right]
+    return image.crop((left, top, right, bottom))
+
+
+def _rotated(image: Any, turned: int) -> Any:
+    """A PIL image or pixels, made upright by the value of the EXIF tag."""
+    if not isinstance(image, Tensor):
+        return image.transpose(ROTATIONS[turned])
+    if turned in TRANSPOSED:
+        image = image.transpose(1, 2)
+    return image.flip(FLIPPED.get(turned, ()))
 
 
 def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:

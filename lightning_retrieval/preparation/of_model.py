@@ -1,13 +1,11 @@
 """The preparation of a model: that of its evaluation, or that for its weights with the user's changes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
-from lightning_retrieval.checks import short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.preparation.pixels import check_size
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.prepare import FIT
@@ -95,21 +93,12 @@ def wanted_settings(preparation: Any, image_size: Any = None) -> dict[str, Any]:
         image_size: the size that replaces `image_size` of `preparation`, or None.
 
     Raises:
-        TypeError: if `preparation` has another type.
-        ValueError: if `preparation` has a setting that does not exist, or a value is out of its range.
+        TypeError: if `preparation` has another type, or a setting that does not exist.
+        ValueError: if a value is out of its range.
     """
-    settings: dict[str, Any] = {}
     if isinstance(preparation, Preparation):
-        settings = preparation.as_dict()
-    elif isinstance(preparation, Mapping):
-        settings = dict(preparation)
-    elif preparation is not None:
-        rule = "must be a Preparation or a dict of its settings"
-        raise InvalidType(rule, argument="preparation", got=f"{short_repr(preparation)} ({type(preparation).__name__})")
-    known = [field.name for field in fields(Preparation)]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise InvalidValue(f"must have settings among {', '.join(known)}", argument="preparation", got=repr(unknown[0]))
+        preparation = preparation.as_dict()
+    settings: dict[str, Any] = dict(preparation or {})
     if "image_size" in settings:
         settings["image_size"] = check_size("image_size", settings["image_size"])
     image_size = check_size("image_size", image_size)

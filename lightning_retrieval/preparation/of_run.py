@@ -17,52 +17,18 @@ from torch import Tensor
 
 from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.invalid import InvalidValue, reported_as
+from lightning_retrieval.preparation.decoding import CurrentTransform
 from lightning_retrieval.preparation.of_model import ModuleSide
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
-from lightning_retrieval.preparation.prepare import Size
 from lightning_retrieval.preparation.serialised import (
     Transform,
     of_pil_images,
-    rebuild_transform,
+    recorded_preparation,
     serialise_transform,
     shown_transform,
 )
 from lightning_retrieval.preparation.training_transforms import PaperName, TrainingTransform, training_transform
-
-
-class CurrentTransform:
-    """The current transform of a data module, shared by its data sets; `RunPreparation` may replace it.
-
-    Args:
-        preparation: the first transform.
-    """
-
-    def __init__(self, preparation: Preparation) -> None:
-        self.set(preparation, preparation.background)
-
-    def set(self, transform: Transform, background: Any) -> None:
-        """Replace the transform, and what `ImageSet` asks of it for each image.
-
-        Args:
-            transform: a function from an image to a tensor.
-            background: the colour behind transparent pixels, unless the transform defines one.
-        """
-        self.current = transform
-        self.background = getattr(transform, "background", background)
-        self.takes_pixels: bool = getattr(transform, "takes_pixels", False)
-        self.least_size: Size | None = getattr(transform, "least_size", None)
-
-    @property
-    def to_uint8(self) -> Transform | None:
-        """The current transform without its normalisation; None if the normalisation cannot be separated."""
-        return getattr(self.current, "to_uint8", None)
-
-    def __call__(self, image: Any) -> Any:
-        return self.current(image)
-
-    def __repr__(self) -> str:
-        return f"CurrentTransform({self.current!r})"
 
 
 class RunPreparation:
@@ -113,14 +79,18 @@ class RunPreparation:
             ValueError: if the model was evaluated with a function and no transform is given, or if a prediction would
                 prepare images otherwise than the model's evaluation did.
         """
-        recorded = side.recorded
+        recorded: Any = side.recorded
+        evaluation: Transform | None
         if recorded is not None and recorded is self._serialised:  # this run has recorded it
             return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
-            evaluation = self._rebuilt(recorded)
+            evaluation = recorded_preparation(recorded)
         else:
             evaluation = self._given_eval or self._changed(self._base(side.wanted, recorded))
+        if evaluation is None:
+            rule = f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
+            raise InvalidValue(f"{rule}checkpoint does not hold", argument="eval_transform")
         if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
             rule = f"images must be prepared as the model was evaluated, with {shown_transform(recorded)}"
             cure = "leave out the arguments that differ"
@@ -153,8 +123,6 @@ class RunPreparation:
         trainer = datamodule.trainer
         if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
             return False
-        if isinstance(transform, CurrentTransform):
-            transform = transform.current
         if isinstance(transform, TrainingTransform):
             transform = transform.preparation
         if not isinstance(transform, Preparation):  # the transform is the user's function
@@ -163,16 +131,6 @@ class RunPreparation:
             return False
         owners = (datamodule, trainer.lightning_module)
         return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
-
-    def _rebuilt(self, recorded: dict[str, Any]) -> Transform:
-        """Rebuild the transform that the model was evaluated with."""
-        if "function" in recorded:
-            raise InvalidValue(
-                f"must be given, because the model was evaluated with {shown_transform(recorded)}, whose code a "
-                "checkpoint does not hold",
-                argument="eval_transform",
-            )
-        return rebuild_transform(recorded)
 
     def _base(self, wanted: Preparation | None, recorded: dict[str, Any] | None) -> Preparation:
         """The preparation to which the given settings are applied."""

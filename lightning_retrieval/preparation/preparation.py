@@ -31,15 +31,12 @@ from torch import Tensor
 from lightning_retrieval.checks import (
     check_choice,
     check_finite_number,
-    check_float,
     check_positive,
-    check_tensor,
     short_repr,
 )
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
-    MOST_PIXELS,
     Interpolation,
     check_colour,
     check_pixels,
@@ -54,13 +51,11 @@ from lightning_retrieval.preparation.pixels import (
 from lightning_retrieval.preparation.prepare import (
     BORDER,
     FIT,
-    NeededPart,
     Size,
     centre_box,
-    crop_image,
-    fitted_part,
+    colour,
+    fitted_size,
     in_colours,
-    needed_part,
     pair,
     resize_image,
     resized_size,
@@ -179,17 +174,16 @@ class Preparation:
         """
         if self.takes_pixels:
             pixels = self._pixels(image)
-            part = self._needed_part(pixels.shape[1], pixels.shape[2])
-            pixels = resize_bilinear(cropped(pixels, part.source), *part.size)
+            pixels = resize_bilinear(pixels, *self._new_size(pixels.shape[1], pixels.shape[2]))
         else:
-            converted = self._image(image)
-            part = self._needed_part(converted.height, converted.width)
-            resized = resize_image(crop_image(converted, part.source), *part.size, self.interpolation)
-            pixels = to_pixels(resized)
-        pixels = cropped(pixels, part.crop)
-        if self._frame is not None:
-            return padded_pixels(pixels, self._frame, self.fill)
-        return pixels
+            converted = self._in_colours(image)
+            new_size = self._new_size(converted.height, converted.width)
+            pixels = to_pixels(resize_image(converted, *new_size, self.interpolation))
+        if self.crop_size is None:
+            return pixels
+        if self.resize == FIT:
+            return padded_pixels(pixels, self.crop_size, self.fill)
+        return cropped(pixels, centre_box(pixels.shape[1], pixels.shape[2], self.crop_size))
 
     @property
     def takes_pixels(self) -> bool:
@@ -202,7 +196,6 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_tensor("images", images, owner="Preparation")
         if images.dtype != torch.uint8:
             raise InvalidType("must be uint8", "Preparation", "images", got=images.dtype)
         mean, std = self._channel_values(images)
@@ -214,7 +207,6 @@ class Preparation:
         Args:
             images: one image or a batch.
         """
-        check_float("images", images, owner="Preparation")
         mean, std = self._channel_values(images)
         values = images.float() * std + mean
         return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
@@ -263,6 +255,13 @@ class Preparation:
         return pair(target)
 
     @property
+    def short_side(self) -> int | None:
+        """The length to which the short side of an image is resized; None if its shape changes or nothing is."""
+        if isinstance(self.resized_to, int):
+            return self.resized_to
+        return None
+
+    @property
     def gives_one_size(self) -> bool:
         """Whether all prepared images have the same size, so that they can be batched."""
         return self.image_size is not None or isinstance(self.resize, tuple)
@@ -274,40 +273,22 @@ class Preparation:
             return None
         return pair(self.image_size)
 
-    @property
-    def _frame(self) -> Size | None:
-        """Height and width of the frame in which images are padded; None if they are not padded."""
-        if self.resize == FIT:
-            return self.crop_size
-        return None
-
-    def _needed_part(self, height: int, width: int) -> NeededPart:
-        """The part of an image of this size that is resized, and the crop in it."""
-        if self._frame is not None:
-            return fitted_part((height, width), self._frame)
-        new_size = resized_size(height, width, self.resized_to)
-        if self.crop_size is not None:
-            return needed_part((height, width), new_size, centre_box(*new_size, self.crop_size))
-        if new_size[0] * new_size[1] > max(MOST_PIXELS**2, height * width):
-            raise InvalidValue(
-                f"must be given for an image of {width} x {height} pixels, which resizing would enlarge to "
-                f"{new_size[1]:,} x {new_size[0]:,}",
-                "Preparation",
-                "image_size",
-                cure="give it, so that images are cropped",
-            )
-        return NeededPart((0, 0, height, width), new_size, (0, 0, *new_size))
+    def _new_size(self, height: int, width: int) -> Size:
+        """The size to which an image of this size is resized."""
+        if self.resize == FIT and self.crop_size is not None:
+            return fitted_size(height, width, self.crop_size)
+        return resized_size(height, width, self.resized_to)
 
     def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
         """The pixels of the image in RGB."""
-        if isinstance(image, Tensor):
-            check_pixels("image", image)
-            return image
-        return to_pixels(self._image(image))
+        if not isinstance(image, Tensor):
+            return to_pixels(self._in_colours(image))
+        check_pixels("image", image)
+        return image
 
-    def _image(self, given: Any) -> Image.Image:
+    def _in_colours(self, given: Any) -> Image.Image:
         """The image in RGB, or in grey for one channel."""
-        image: Image.Image = given
+        image = given
         if isinstance(given, Tensor):
             check_pixels("image", given)
             image = to_image(given)
@@ -315,8 +296,7 @@ class Preparation:
             rule = "must be a PIL image or a tensor of uint8"
             cure = "PIL.Image.fromarray converts an array (height, width, 3) of uint8"
             raise InvalidType(rule, argument="image", got=type(given).__name__, cure=cure)
-        background = check_colour("background", self.background)
-        return in_colours(image, self.channels, background, self.least_size)
+        return in_colours(image, self.channels, colour(self.background), self.least_size)
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that broadcasts with the images."""
@@ -373,10 +353,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def _check_channels(name: str, values: Any, channels: int, check: Callable[..., float]) -> tuple[float, ...]:
     """Check that there is one number for each channel, and each number, and return the numbers as plain data."""
-    if not isinstance(values, (list, tuple)):
-        rule = "must hold one number for each channel"
-        raise InvalidType(rule, argument=name, got=f"{short_repr(values)} ({type(values).__name__})")
-    if len(values) != channels:
+    numbers = tuple(float(check(name, value)) for value in values)
+    if len(numbers) != channels:
         rule = f"must hold one number for each channel, {channels}"
         raise InvalidValue(rule, argument=name, got=short_repr(values))
-    return tuple(float(check(name, value)) for value in values)
+    return numbers

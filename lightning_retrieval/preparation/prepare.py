@@ -21,12 +21,11 @@ like a box filter, so the pixels after resizing differ from those at full size.
 
 import functools
 import json
-import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +53,7 @@ ROTATIONS = {  # how to make an image upright, by the value of the EXIF tag; 1 i
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-MOST_RESIZED = 2**25  # pixels of a resized image from which only the part for the crop is resized
-MOST_EDGES = 2**12  # resized pixels among which one begins where a pixel of the image begins, or nearly so
-WIDEST_FILTER = 3  # pixels on each side of the one that Lanczos' filter computes
+MOST_RESIZED = 2**28  # pixels to which an image is enlarged at most: those of the largest `image_size`
 DIVISORS = (8, 4, 2)  # possible divisors of the size of a JPEG
 # The formats of Pillow's own readers that are opened. Its other readers start a program (Ghostscript for EPS, also for
 # an EPS in an IPTC file), use a library of the system (WMF) or of another package (FPX, MIC), only identify a file, or
@@ -108,18 +105,18 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
     if settings["reduced_scale"] and target is not None:
         least_size = pair(target)
     image = in_colours(image, settings["channels"], colour(settings["background"]), least_size)
-    size, frame = (image.height, image.width), pair(settings["image_size"])
-    if settings["resize"] == FIT:
-        part = fitted_part(size, frame)
+    frame, is_padded = pair(settings["image_size"]), settings["resize"] == FIT
+    if is_padded:
+        size = fitted_size(image.height, image.width, frame)
     else:
-        new_size = resized_size(*size, target)
-        part = needed_part(size, new_size, centre_box(*new_size, frame))
-    image = resize_image(crop_image(image, part.source), *part.size, settings["interpolation"])
-    pixels: NDArray[np.uint8] = np.array(image).reshape(*part.size, settings["channels"])
-    top, left, bottom, right = part.crop
-    pixels = pixels[top:bottom, left:right]
-    if settings["resize"] == FIT:
+        size = resized_size(image.height, image.width, target)
+    image = resize_image(image, *size, settings["interpolation"])
+    pixels: NDArray[np.uint8] = np.array(image).reshape(*size, settings["channels"])
+    if is_padded:
         pixels = padded(pixels, frame, settings["fill"])
+    else:
+        top, left, bottom, right = centre_box(*size, frame)
+        pixels = pixels[top:bottom, left:right]
     pixels = pixels.transpose(2, 0, 1)
     if about["input"] == "uint8":
         return np.ascontiguousarray(pixels)
@@ -344,67 +341,34 @@ def resized_size(height: int, width: int, target: int | Sequence[int] | None) ->
         height: original height.
         width: original width.
         target: as `size_before_crop` returns it.
+
+    Raises:
+        ValueError: if the image is so thin that resizing would enlarge it to more than `MOST_RESIZED` pixels.
     """
     if target is None:
         return height, width
     if not isinstance(target, int):
         return pair(target)
+    size = target, int(target * width / height)
     if width <= height:
-        return int(target * height / width), target
-    return target, int(target * width / height)
+        size = int(target * height / width), target
+    if size[0] * size[1] > max(MOST_RESIZED, height * width):
+        raise ValueError(f"it has {width} x {height} pixels, too thin to be resized to {size[1]:,} x {size[0]:,}")
+    return size
 
 
-class NeededPart(NamedTuple):
-    """The part of an image on which a crop of the resized image depends; a box is top, left, bottom and right.
-
-    Args:
-        source: the box of the part in the image.
-        size: height and width to which the part is resized.
-        crop: the box of the crop in the resized part.
-    """
-
-    source: Box
-    size: Size
-    crop: Box
-
-
-def needed_part(size: Size, new_size: Size, crop: Box) -> NeededPart:
-    """The part of an image to resize before the crop: all of it, unless it is so thin that resizing would enlarge it to
-    more than `MOST_RESIZED` pixels.
-
-    The pixels of the crop are those of the whole resized image, and differ by at most 1 of 255 where the resized size
-    had to be rounded down.
+def fitted_size(height: int, width: int, frame: Size) -> Size:
+    """Height and width after resizing to the largest size of the same shape that a frame holds.
 
     Args:
-        size: height and width of the image.
-        new_size: height and width of the whole resized image.
-        crop: the box of the crop in the whole resized image.
-    """
-    if new_size[0] * new_size[1] <= MOST_RESIZED:
-        return NeededPart((0, 0, *size), new_size, crop)
-    longer = int(new_size[1] > new_size[0])
-    source, resized, box = [0, 0, *size], list(new_size), list(crop)
-    begin, end, new_begin, new_end = _needed_range(size[longer], new_size[longer], crop[longer], crop[longer + 2])
-    source[longer], source[longer + 2] = begin, end
-    resized[longer] = new_end - new_begin
-    box[longer] -= new_begin
-    box[longer + 2] -= new_begin
-    return NeededPart(_box(source), (resized[0], resized[1]), _box(box))
-
-
-def fitted_part(size: Size, frame: Size) -> NeededPart:
-    """The whole image, resized to the largest size of the same shape that a frame holds.
-
-    Args:
-        size: height and width of the image.
+        height: original height.
+        width: original width.
         frame: height and width of the frame.
     """
-    (height, width), (frame_height, frame_width) = size, frame
+    frame_height, frame_width = frame
     if width * frame_height > height * frame_width:
-        new_size = max(1, round(height / width * frame_width)), frame_width
-    else:
-        new_size = frame_height, max(1, round(width / height * frame_height))
-    return NeededPart((0, 0, *size), new_size, (0, 0, *new_size))
+        return max(1, round(height / width * frame_width)), frame_width
+    return frame_height, max(1, round(width / height * frame_height))
 
 
 def padded(pixels: NDArray[np.uint8], frame: Size, fill: Fill) -> NDArray[np.uint8]:
@@ -431,53 +395,6 @@ def padded(pixels: NDArray[np.uint8], frame: Size, fill: Fill) -> NDArray[np.uin
     framed[:] = shown
     framed[top : top + height, left : left + width] = pixels
     return framed
-
-
-def _needed_range(length: int, resized: int, begin: int, end: int) -> tuple[int, int, int, int]:
-    """The range of the pixels of a side that a range of its resized pixels needs, and the resized range that it gives.
-
-    Both ranges begin and end where edges of pixels and of resized pixels are the same, or nearly so.
-
-    Args:
-        length: length of the side.
-        resized: its length after resizing.
-        begin: first resized pixel that is needed.
-        end: the resized pixel after the last one that is needed.
-    """
-    margin = math.ceil(WIDEST_FILTER * max(1, resized / length)) + 1  # in resized pixels
-    latest, earliest = begin - margin, end + margin
-    first, new_begin = 0, 0
-    if latest > 0:
-        first, new_begin = _common_edge(range(latest, max(0, latest - MOST_EDGES) - 1, -1), length, resized)
-    last, new_end = length, resized
-    if earliest < resized:
-        last, new_end = _common_edge(range(earliest, min(resized, earliest + MOST_EDGES) + 1), length, resized)
-    return first, last, new_begin, new_end
-
-
-def _common_edge(new_edges: range, length: int, resized: int) -> tuple[int, int]:
-    """The edge of a pixel that is nearest to the edge of a resized pixel; the first of several: both edges."""
-    half = resized // 2
-    new_edge = min(new_edges, key=lambda edge: abs((edge * length + half) % resized - half))
-    return (new_edge * length + half) // resized, new_edge
-
-
-def _box(sides: Sequence[int]) -> Box:
-    top, left, bottom, right = sides
-    return top, left, bottom, right
-
-
-def crop_image(image: Image.Image, box: Box) -> Image.Image:
-    """The part of an image in a box; the image itself if the box is the whole image.
-
-    Args:
-        image: the image.
-        box: the box, inside the image.
-    """
-    top, left, bottom, right = box
-    if (left, top, right, bottom) == (0, 0, *image.size):
-        return image
-    return image.crop((left, top, right, bottom))
 
 
 def resize_image(image: Image.Image, height: int, width: int, interpolation: str) -> Image.Image:

@@ -26,7 +26,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from torchvision.transforms.v2 import functional
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.preparation.pixels import MOST_PIXELS, Pixels, to_image, to_pixels
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE, Preparation
-from lightning_retrieval.preparation.prepare import FIT, MOST_RESIZED, Size, needed_part, resized_size
+from lightning_retrieval.preparation.prepare import FIT, Size
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 
@@ -73,14 +72,8 @@ class TrainingTransform:
             changed = to_pixels(image)
         elif not self.takes_pixels and isinstance(image, Tensor):
             changed = to_image(image)
-        remaining = list(self.transforms)
-        while remaining:
-            transform = remaining.pop(0)
-            is_cropped = bool(remaining) and isinstance(remaining[0], (v2.RandomCrop, v2.RandomResizedCrop))
-            if isinstance(transform, v2.Resize) and is_cropped:
-                changed = _resized_and_cropped(changed, transform, remaining.pop(0))
-            else:
-                changed = transform(changed)
+        for transform in self.transforms:
+            changed = transform(changed)
         if isinstance(changed, Tensor):
             return changed
         return to_pixels(changed)
@@ -101,6 +94,14 @@ class TrainingTransform:
                 return height, width
             if isinstance(transform, v2.RandomResizedCrop):
                 return _least_size_of_crop(transform)
+        return None
+
+    @property
+    def short_side(self) -> int | None:
+        """The length to which the short side of an image is resized first; None if it is not."""
+        for transform in self.transforms:
+            if isinstance(transform, v2.Resize) and len(transform.size) == 1:
+                return int(transform.size[0])
         return None
 
     @property
@@ -137,42 +138,6 @@ class _Fit(nn.Module):
     def extra_repr(self) -> str:
         """The size and the colour of the padding."""
         return f"{self.preparation.image_size}, fill={self.preparation.fill!r}"
-
-
-def _resized_and_cropped(image: Any, resize: v2.Resize, crop: v2.Transform) -> Any:
-    """Resize an image and crop it randomly; of a thin image, only the part for the crop is resized, see `needed_part`.
-
-    Args:
-        image: a PIL image, or a tensor of uint8.
-        resize: the first transform.
-        crop: the transform after it, a `RandomCrop` or a `RandomResizedCrop`.
-    """
-    height, width = functional.get_size(image)
-    target: Any = resize.size
-    if len(target) == 1:
-        target = target[0]
-    new_height, new_width = resized_size(height, width, target)
-    if new_height * new_width <= MOST_RESIZED:
-        return crop(resize(image))
-    settings = _drawn_settings(crop, torch.empty(1, new_height, new_width, device="meta"))
-    top, left = settings["top"], settings["left"]
-    box = top, left, top + settings["height"], left + settings["width"]
-    part = needed_part((height, width), (new_height, new_width), box)
-    top, left, bottom, right = part.source
-    image = functional.crop(image, top, left, bottom - top, right - left)
-    image = functional.resize(image, list(part.size), resize.interpolation)
-    top, left, bottom, right = part.crop
-    image = functional.crop(image, top, left, bottom - top, right - left)
-    return functional.resize(image, list(crop.size), resize.interpolation)
-
-
-def _drawn_settings(crop: Any, image: Tensor) -> dict[str, Any]:
-    """The box that a random crop draws for an image, of which it only needs the size."""
-    if hasattr(crop, "make_params"):
-        settings: dict[str, Any] = crop.make_params([image])
-    else:  # before torchvision 0.21
-        settings = crop._get_params([image])
-    return settings
 
 
 def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:

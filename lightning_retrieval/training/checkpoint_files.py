@@ -38,13 +38,13 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.adapted import FrozenEmbedder
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.limits import BASE_WEIGHTS
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.plain_data import arguments_of_file, check_format, class_path, describe
-from lightning_retrieval.preparation.serialised import check_serialised_transform
+from lightning_retrieval.preparation.serialised import recorded_preparation
 from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, sharded_like
 
+BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
 ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
@@ -248,7 +248,7 @@ def load_preparations(module: Any, checkpoint: Mapping[str, Any]) -> None:
     for name in PREPARATIONS:
         preparation = checkpoint.get(name)
         if preparation is not None:
-            check_serialised_transform(preparation)
+            recorded_preparation(preparation)
         setattr(module, name, preparation)
 
 

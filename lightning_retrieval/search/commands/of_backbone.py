@@ -9,16 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.limits import limited_to
-from lightning_retrieval.models.pretrained import read_weights, without_downloads
+from lightning_retrieval.models.pretrained import without_downloads
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
-from lightning_retrieval.models.timm_backbones import ENTRIES
 from lightning_retrieval.plain_data import class_path, rebuild
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 
@@ -65,7 +61,7 @@ def rebuild_backbone(record: Any, *, made: str) -> RetrievalNetwork:
         ModuleNotFoundError: if the library of the backbone is not installed.
     """
     try:
-        with without_downloads(), limited_to(_tensors_of_file(record)):
+        with without_downloads():
             return _network(_described(record))
     except ModuleNotFoundError:
         raise
@@ -92,16 +88,6 @@ def _described(record: Any) -> Embedder:
         raise InvalidValue("must record a backbone with its weights", got=short_repr(record))
     description = {"class_path": class_path(Embedder), "init_args": dict(record)}
     return rebuild("backbone", description, Embedder)
-
-
-def _tensors_of_file(record: Any) -> Mapping[str, Tensor] | None:
-    """The tensors of a recorded file of weights, which limit the size of the network; None for weights by name."""
-    weights = None
-    if isinstance(record, Mapping):
-        weights = record.get("weights")
-    if not is_local_file(weights):
-        return None
-    return read_weights(str(weights), ENTRIES)
 
 
 def _network(embedder: Embedder) -> RetrievalNetwork:

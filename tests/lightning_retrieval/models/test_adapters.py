@@ -98,8 +98,6 @@ def test_a_file_may_have_a_simple_pattern_of_layers(pattern):
 @pytest.mark.parametrize(
     "lora",
     [
-        {"rank_pattern": {"qkv": 10**9}},
-        {"layer_replication": [[0, 10**9]]},
         {"corda_config": {"cache_file": "x"}},
         {"megatron_config": {}, "megatron_core": "os"},
     ],

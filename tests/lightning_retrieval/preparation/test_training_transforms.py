@@ -53,7 +53,7 @@ def test_training_transforms_are_those_of_the_papers(name):
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", (1500, 5)), ("roadmap", (5, 1500))])
-def test_thin_images_are_those_of_the_papers_although_only_the_part_for_the_crop_is_resized(name, size):
+def test_thin_images_are_those_of_the_papers(name, size):
     pixels = v2.functional.pil_to_tensor(noise(*size))
     transform = training_transform(name)
     torch.manual_seed(3)
