@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
-from lightning_retrieval.checks import as_int64, check_integers, check_matrix
+from lightning_retrieval.checks import as_int64, check_integers, check_matrix, check_tensor
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.relevance import Relevance
@@ -45,6 +45,9 @@ class RankedBatch:
 
     def __post_init__(self) -> None:
         _check_rows("", self.embeddings, self.lists.queries)
+        if len(self.embeddings) == 0:
+            got = f"shape {tuple(self.embeddings.shape)}"
+            raise InvalidValue("must hold at least one row", argument="embeddings", got=got)
         if self.ref_emb is not None:
             _check_rows("ref_", self.ref_emb, self.lists.references)
             self._check_references(self.ref_emb)
@@ -73,7 +76,7 @@ class RankedBatch:
 
 
 def _check_rows(prefix: str, embeddings: Tensor, rows: Rows) -> None:
-    """Raise unless there are embeddings, with a label and, if ids are given, an id for each of them.
+    """Raise unless there are a label and, if ids are given, an id for each of the embeddings.
 
     Args:
         prefix: "ref_" for the references, else "".
@@ -115,6 +118,7 @@ def ranked_batch(
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
+        check_tensor("ref_emb", ref_emb)  # of pytorch-metric-learning, people give what a miner returns
         if ref_labels is None:
             raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
         references = Rows(columns["ref_labels"], columns["ref_ids"])
