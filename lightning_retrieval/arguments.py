@@ -102,7 +102,7 @@ def _rule_of_argument(owner: Any, name: str) -> tuple[Rule, bool]:
 
 
 def annotation_of(function: Any, name: str) -> Any:
-    """The annotation of a parameter, also if the module has `from __future__ import annotations`; None if it has none."""
+    """The annotation of a parameter, also if it is a string; None if there is none."""
     annotation = getattr(function, "__annotations__", {}).get(name)
     if isinstance(annotation, str):
         with suppress(NameError):  # a name that only type checkers import

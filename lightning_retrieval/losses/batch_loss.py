@@ -45,9 +45,6 @@ class RankedBatch:
 
     def __post_init__(self) -> None:
         _check_rows("", self.embeddings, self.lists.queries)
-        if len(self.embeddings) == 0:
-            got = f"shape {tuple(self.embeddings.shape)}"
-            raise InvalidValue("must hold at least one row", argument="embeddings", got=got)
         if self.ref_emb is not None:
             _check_rows("ref_", self.ref_emb, self.lists.references)
             self._check_references(self.ref_emb)
@@ -126,7 +123,10 @@ def ranked_batch(
         for name in ("ref_labels", "ref_ids"):
             if columns[name] is not None:
                 raise InvalidValue("was given without `ref_emb`", argument=name, cure="give both or neither")
-    return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
+    batch = RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
+    if len(batch.embeddings) == 0:
+        raise InvalidValue("must hold at least one row", argument="embeddings", got=f"shape {tuple(embeddings.shape)}")
+    return batch
 
 
 class BatchLoss(nn.Module):
