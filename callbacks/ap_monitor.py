@@ -239,6 +239,8 @@ class APMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._stop_observing()  # of a batch that a hook of the module skipped
+        self._sums = None  # of a step that raised
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
@@ -257,6 +259,9 @@ class APMonitor(Callback):
             pl_module.log("train/AP", ap / queries, prog_bar=True)
             if find_surrogate(pl_module.loss) is not None:  # type: ignore[arg-type]
                 pl_module.log("train/AP_e", (predicted - ap).abs() / queries)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_observing()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop_observing()

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
@@ -93,11 +94,20 @@ def _rule_of_argument(owner: Any, name: str) -> tuple[Rule, bool]:
         bases = sorted(owner.__mro__, key=lambda base: not base.__module__.startswith("lightning_retrieval."))
         functions = [base.__init__ for base in bases]  # type: ignore[misc]
     for function in functions:
-        annotation = getattr(function, "__annotations__", {}).get(name)
+        annotation = annotation_of(function, name)
         rule = _rule_of(annotation)
         if rule is not None:
             return rule, NoneType in get_args(annotation)
     raise LookupError(f"{owner.__name__}: the annotation of `{name}` declares no rule")
+
+
+def annotation_of(function: Any, name: str) -> Any:
+    """The annotation of a parameter, also if it is a string; None if there is none."""
+    annotation = getattr(function, "__annotations__", {}).get(name)
+    if isinstance(annotation, str):
+        with suppress(NameError):  # a name that only type checkers import
+            annotation = get_type_hints(function, include_extras=True)[name]
+    return annotation
 
 
 def _rule_of(annotation: Any) -> Rule | None:
@@ -120,10 +130,11 @@ def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
     """
     found: list[inspect.Parameter] = []
     for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
-        if get_origin(parameter.annotation) is not Unpack:
+        annotation = annotation_of(cls.__init__, parameter.name)
+        if get_origin(annotation) is not Unpack:
             found.append(parameter)
             continue
-        (settings,) = get_args(parameter.annotation)
+        (settings,) = get_args(annotation)
         for name, kind in get_type_hints(settings).items():
             found.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, annotation=kind))
     return found

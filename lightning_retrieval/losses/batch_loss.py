@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import settings_repr
-from lightning_retrieval.checks import as_int64, check_integers, check_matrix
+from lightning_retrieval.checks import as_int64, check_integers, check_matrix, check_tensor
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.ranking.lists import Lists, QueryRange
 from lightning_retrieval.ranking.relevance import Relevance
@@ -73,7 +73,7 @@ class RankedBatch:
 
 
 def _check_rows(prefix: str, embeddings: Tensor, rows: Rows) -> None:
-    """Raise unless there are embeddings, with a label and, if ids are given, an id for each of them.
+    """Raise unless there are a label and, if ids are given, an id for each of the embeddings.
 
     Args:
         prefix: "ref_" for the references, else "".
@@ -115,6 +115,7 @@ def ranked_batch(
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
+        check_tensor("ref_emb", ref_emb)  # of pytorch-metric-learning, people give what a miner returns
         if ref_labels is None:
             raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
         references = Rows(columns["ref_labels"], columns["ref_ids"])
@@ -122,7 +123,10 @@ def ranked_batch(
         for name in ("ref_labels", "ref_ids"):
             if columns[name] is not None:
                 raise InvalidValue("was given without `ref_emb`", argument=name, cure="give both or neither")
-    return RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
+    batch = RankedBatch(embeddings, Lists(of_queries, references, relevance), ref_emb, **settings)
+    if len(batch.embeddings) == 0:
+        raise InvalidValue("must hold at least one row", argument="embeddings", got=f"shape {tuple(embeddings.shape)}")
+    return batch
 
 
 class BatchLoss(nn.Module):

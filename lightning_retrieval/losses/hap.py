@@ -107,7 +107,7 @@ def relevance_of_levels(
     Args:
         block: a block of ranked lists.
         query: the query of each positive.
-        level_index: the index of each positive's level among `lists.levels`.
+        level_index: the index of each positive's level among `block.levels`.
         alpha: exponent of the relevance, > 0.
     """
     levels = constants([float(level) for level in block.levels], block.scores)  # (level,)

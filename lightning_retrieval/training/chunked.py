@@ -123,7 +123,8 @@ def sides_backward(
         pull_backs.append(pull_back)
     value = loss(*embeddings)
     if value.ndim:
-        raise InvalidValue("must return a scalar", _OWNER, "loss", got=f"shape {tuple(value.shape)}")
+        got, cure = f"shape {tuple(value.shape)}", "set the reduction of the loss to 'mean' or 'sum'"
+        raise InvalidValue("must return a scalar", _OWNER, "loss", got=got, cure=cure)
     if value.requires_grad:  # not a constant, such as 0 for a batch without pairs
         backward(value)
     for of_side, pull_back, context in reversed(list(zip(embeddings, pull_backs, last_backward, strict=True))):

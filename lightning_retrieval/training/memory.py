@@ -28,7 +28,7 @@ from lightning_retrieval.checks import (
     has_finite_sum,
 )
 from lightning_retrieval.distributed import to_host
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidType, InvalidValue, owned
 from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.losses.score_block import true_indices
 from lightning_retrieval.ranking.lists import Lists
@@ -142,6 +142,7 @@ class CrossBatchMemory(nn.Module):
         """End the warm-up: the next batch will be stored."""
         self._begun = True
 
+    @owned
     def references(
         self,
         embeddings: Float[Tensor, "batch dim"],

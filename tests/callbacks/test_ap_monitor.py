@@ -113,6 +113,17 @@ def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
             assert rows[step]["train/AP_e"] == pytest.approx(abs(1 - rows[step]["train/loss"] - ap), abs=1e-6)
 
 
+def test_a_batch_that_the_module_skips_leaves_no_trace(tmp_path):
+    class Skips(RetrievalModule):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1
+
+    module = Skips(nn.Linear(6, 3), SmoothAPLoss(TAU))
+    run = quiet_trainer(max_epochs=2, callbacks=[RetrievalEvaluation((1,)), APMonitor()])
+    run.fit(module, DataLoader(data(1), batch_size=8), DataLoader(data(2), batch_size=8))
+    assert module.loss.observers == []
+
+
 class OwnSurrogate(RetrievalLoss):
     """A user's own approximation: the share of positives among the items that score above 0."""
 

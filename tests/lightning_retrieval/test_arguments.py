@@ -1,5 +1,6 @@
 """What a valid argument becomes, and the rules of arguments in a user's own class and in configs."""
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,30 @@ def test_a_users_subclass_has_its_own_arguments_and_the_rules_of_its_base_class(
     assert OwnLoss().tau == 0.01
     with pytest.raises(ValueError, match=r"^OwnLoss: `tau` must be "):
         OwnLoss("hot")
+
+
+DEFERRED = """
+from __future__ import annotations
+from typing import Unpack
+from lightning_retrieval.arguments import Positive, checked
+from lightning_retrieval.losses import LossSettings, SmoothAPLoss
+
+class Deferred(SmoothAPLoss):
+    def __init__(self, width: Positive = 2.0, **settings: Unpack[LossSettings]) -> None:
+        super().__init__(**settings)
+        self.width = checked(self, width=width)
+"""
+
+
+@pytest.mark.refusal
+def test_annotations_may_be_strings(tmp_path, monkeypatch):
+    """As `from __future__ import annotations` makes all of them."""
+    (tmp_path / "deferred_loss.py").write_text(DEFERRED)
+    monkeypatch.syspath_prepend(tmp_path)
+    loss_class = importlib.import_module("deferred_loss").Deferred
+    assert repr(loss_class(3.0, reduction="sum")).startswith("Deferred(width=3.0, reduction='sum'")
+    with pytest.raises(ValueError, match=r"^Deferred: `width` must be "):
+        loss_class(-1.0)
 
 
 def test_options_of_the_command_line_have_the_annotated_types():

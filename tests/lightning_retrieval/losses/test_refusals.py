@@ -119,6 +119,7 @@ TABLE = {
         (lambda: BlackboxAPLoss(margin=-1), InvalidValue, "margin"),
     ],
     "BlackboxRecallLoss": [
+        (lambda: BlackboxRecallLoss(pair_mean="all")(X[:0], Y[:0]), InvalidValue, "embeddings"),
         (lambda: BlackboxRecallLoss(weighting="exp"), InvalidValue, "weighting"),
         (lambda: BlackboxRecallLoss(batch_memory=-1), InvalidValue, "batch_memory"),
         (lambda: BlackboxRecallLoss(pair_mean="all", reduction="none"), InvalidValue, "pair_mean", "'none'"),
