@@ -18,12 +18,12 @@ from lightning_retrieval.plain_data import (
     add_named_packages,
     arguments_of_file,
     class_path,
-    find_class,
     import_named_module,
     named_by_user,
     rebuild,
     rebuild_factory,
 )
+from lightning_retrieval.plain_data.rules import find_class
 
 NOT_ALLOWED = "a file may name classes only of"
 LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 3}}
