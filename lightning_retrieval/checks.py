@@ -88,10 +88,11 @@ def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def check_counts(name: str, values: Sequence[int], *, owner: str = "") -> tuple[int, ...]:
-    """Return a tuple; raise unless `values` are integers >= 1, at least one."""
-    if len(values) == 0:
-        raise InvalidValue("must hold integers >= 1, such as (1, 10)", owner, name, got="none")
+def check_counts(name: str, values: Any, *, may_be_empty: bool = False, owner: str = "") -> tuple[int, ...]:
+    """Return a tuple; raise unless `values` are integers >= 1, at least one unless there may be none."""
+    is_given = isinstance(values, Sequence) and not isinstance(values, str)
+    if not is_given or (len(values) == 0 and not may_be_empty):
+        raise InvalidValue("must hold integers >= 1, such as (1, 10)", owner, name, got=short_repr(values))
     return tuple(check_integer(name, value, least=1, owner=owner) for value in values)
 
 

@@ -326,5 +326,5 @@ def _check_no_cameras(relevance: Relevance, cameras: Tensor | None) -> None:
 
 
 def _without_counts(results: Results) -> dict[str, Tensor]:
-    """The results without the numbers of skipped queries."""
-    return {name: value for name, value in results.items() if "skipped_queries" not in name.split("/")}
+    """The results without the numbers of skipped queries, as tensors."""
+    return {name: torch.as_tensor(value) for name, value in results.items() if "skipped_queries" not in name.split("/")}

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import NotNegativeInt, Positive, checked, integers
-from lightning_retrieval.checks import check_counts, check_strings, short_repr
+from lightning_retrieval.checks import check_counts, check_matrix, check_strings, short_repr
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
@@ -248,9 +248,9 @@ class RetrievalMetrics(EmbeddingMetric):
         super().__init__(**settings)
         self.reverse = reverse
         with owned_by(type(self).__name__):
-            self.dims = check_dims(dims) if len(dims) > 0 else ()
+            self.dims = check_dims(dims, may_be_empty=True)
             self.ks = check_counts("ks", ks)
-            self.map_ks = check_counts("map_ks", map_ks) if len(map_ks) > 0 else ()
+            self.map_ks = check_counts("map_ks", map_ks, may_be_empty=True)
             self.map_divisor = checked(self, map_divisor=map_divisor)
             check_strings("extra_metrics", extra_metrics)
             self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
@@ -389,6 +389,7 @@ class RetrievalMetrics(EmbeddingMetric):
         return f"{settings}, relevance={self.relevance}"
 
     def _append(self, embeddings: Tensor, labels: Tensor, given: Mapping[str, Tensor]) -> None:
+        check_matrix("embeddings", embeddings)
         check_dims_fit(self.dims, embeddings)
         super()._append(embeddings, labels, given)
 

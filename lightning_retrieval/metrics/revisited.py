@@ -68,6 +68,13 @@ class SetupRule(Relevance):
             candidate[row, _positions(ids, by_id, self.removed, query)] = False
         return relevant, candidate
 
+    def at_most(self, queries: Tensor, references: Tensor) -> Tensor:
+        listed = []
+        for query in queries[:, 0].tolist():
+            sizes = [len(images.get(query, ())) for images in (*self.relevant, *self.removed)]
+            listed.append(sum(sizes))
+        return torch.tensor(listed, dtype=torch.int64, device=queries.device)
+
 
 def _positions(
     ids: Int[Tensor, " image"], by_id: Int[Tensor, " image"], lists: Iterable[ImagesOfQueries], query: int
@@ -248,7 +255,7 @@ def _check_files(files: Mapping[str, ImagesOfQueries]) -> None:
     for query in files["easy"]:
         images = [query]
         for lists in files.values():
-            images += lists[query]
+            images.extend(lists[query])
         repeated = [image for image in images if images.count(image) > 1]
         if repeated:
             rule = "`easy`, `hard` and `junk` must list an image only once for a query, and not the query itself"

@@ -31,7 +31,7 @@ class Extent(NamedTuple):
         begin: index of the first image that may be a positive or excluded: with labels, the first that shares the
             coarsest label of a query.
         end: index after the last such image.
-        width: the largest number of such images of one query, at least 1.
+        width: the largest number of such images of one query, or a bound of it, at least 1.
         is_shared: whether sorting has shown that each query has all images of this range, or none, as in a block of
             queries of one class.
     """
@@ -66,6 +66,7 @@ class Entries:
     Attributes:
         first: for each query, the first image that may be a positive or excluded.
         last: for each query, the index after the last such image.
+        number: for each query, an upper bound of the number of such images.
         excludes_several: whether several images may be excluded from one list.
     """
 
@@ -80,13 +81,17 @@ class Entries:
             of_queries = lists.label_rule.labels(lists.columns)[:, -1].contiguous()
             self.first = torch.searchsorted(labels, of_queries)
             self.last = torch.searchsorted(labels, of_queries, right=True)
+        self.number = self.last - self.first
+        if lists.label_rule is None:
+            at_most = lists.rule.at_most(lists.columns, lists.ref_columns)
+            self.number = (at_most + 1).clamp(max=lists.gallery)  # the query itself is excluded
 
     @cached_property
     def most(self) -> int:
         """The largest number of images that may be positives of one query or excluded from its list."""
         if len(self.first) == 0:
             return 0
-        return int((self.last - self.first).max())
+        return int(self.number.max())
 
     @cached_property
     def block_rows(self) -> int:
@@ -103,7 +108,8 @@ class Entries:
         first = pad(self.first, (0, missing), value=self.lists.gallery).view(-1, rows)
         highest_first = pad(self.first, (0, missing)).view(-1, rows).amax(1)
         last = pad(self.last, (0, missing)).view(-1, rows)
-        begin, end, width = first.amin(1), last.amax(1), (last - first).amax(1).clamp(min=1)
+        begin, end = first.amin(1), last.amax(1)
+        width = pad(self.number, (0, missing)).view(-1, rows).amax(1).clamp(min=1)
         is_shared = (begin == highest_first) & (width == end - begin)
         is_shared &= self.lists.label_rule is not None
         extents = torch.stack([begin, end, width, is_shared], 1)

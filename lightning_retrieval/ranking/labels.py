@@ -48,13 +48,14 @@ def check_roles(roles: Integer[Tensor, " row"]) -> None:
         raise InvalidValue(rule, argument="roles", got=f"{int(roles.min())} to {int(roles.max())}")
 
 
-def check_dims(dims: Sequence[int]) -> tuple[int, ...]:
+def check_dims(dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The numbers of dimensions as a tuple; raise unless they are integers >= 1 in ascending order.
 
     Args:
         dims: numbers of dimensions to which embeddings are shortened.
+        may_be_empty: whether there may be none.
     """
-    checked = check_counts("dims", dims)
+    checked = check_counts("dims", dims, may_be_empty=may_be_empty)
     if list(checked) != sorted(set(checked)):
         raise InvalidValue("must be different numbers in ascending order", argument="dims", got=short_repr(dims))
     return checked

@@ -157,6 +157,19 @@ class Relevance(ABC):
             references: the columns of the references.
         """
 
+    def at_most(
+        self, queries: Int[Tensor, "query column"], references: Int[Tensor, "gallery column"]
+    ) -> Int[Tensor, " query"]:
+        """For each query, an upper bound of the number of references that are relevant or not in its list.
+
+        Metrics need less memory and fewer exchanges between processes if a rule knows a lower bound than all of them.
+
+        Args:
+            queries: as for `masks`.
+            references: as for `masks`.
+        """
+        return torch.full((len(queries),), len(references), device=queries.device)
+
     @property
     def name(self) -> str:
         """The class name, the prefix of error messages."""
@@ -358,6 +371,17 @@ class SharedTags(Relevance):
             for of_queries in position.unbind(1):
                 shared_of_part += has_tag.index_select(0, of_queries)
         return shared >= min(self.at_least, queries.shape[1] + 1), None
+
+    def at_most(self, queries: Tensor, references: Tensor) -> Tensor:
+        if type(self) is not SharedTags:  # whose masks may be others
+            return super().at_most(queries, references)
+        if is_multi_hot(queries, references):
+            queries, references = tags_of_multi_hot(queries), tags_of_multi_hot(references)
+        tags, numbers = references[references != NO_TAG].unique(return_counts=True)
+        if len(tags) == 0:
+            return queries.new_zeros(len(queries))
+        found = torch.searchsorted(tags, queries.contiguous()).clamp(max=len(tags) - 1)
+        return (numbers[found] * (tags[found] == queries)).sum(1)
 
 
 def is_multi_hot(*tables: Int[Tensor, "_ tag"]) -> bool:
