@@ -289,6 +289,7 @@ class HuggingFaceImages(ImageDataModule):
         split_seed: Seed = 0,
         **settings: Unpack[ImageSettings],
     ) -> None:
+        check_path("path", path, owner=OWNER)
         super().__init__(path, **settings)
         self.path = path
         self.config = config

@@ -63,7 +63,10 @@ def _strings(name: str, values: PackedStrings | Sequence[str]) -> PackedStrings:
     if isinstance(values, PackedStrings):
         return values
     check_strings(name, values)
-    return PackedStrings(values)
+    try:
+        return PackedStrings(values)
+    except AttributeError:  # a Path has no `encode`
+        raise InvalidType("must hold strings only", argument=name, got=short_repr(values)) from None
 
 
 def _numbers(name: str, values: Any) -> NDArray[Any]:

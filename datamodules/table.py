@@ -46,12 +46,14 @@ class Table:
         file: the file that lists the images; None if no file does.
         positions: position of each row in the file; None if the rows are all that the file has.
         header: number of lines before the first row, without blank ones; None if the file has no lines, but rows.
+        blank: the characters of blank lines, which are skipped; None for white space.
     """
 
     columns: Mapping[str, Any]
     file: Path | None = None
     positions: NDArray[np.intp] | None = None
     header: int | None = 0
+    blank: str | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -91,7 +93,7 @@ class Table:
         position = row if self.positions is None else int(self.positions[row])
         if self.file is None or self.header is None:
             return f"row {position + 1} of {self.file}"
-        return f"line {_line_number(self.file, position + self.header)} of {self.file}"
+        return f"line {_line_number(self.file, position + self.header, self.blank)} of {self.file}"
 
     def error(self, rows: Sequence[int], rule: str, got: object = "", cure: str = "") -> InvalidValue:
         """The error for some rows: the rule, the value of the first of them, and its line."""
@@ -176,9 +178,15 @@ def _undecodable_line(file: Path) -> int:
     return 1
 
 
-def _line_number(file: Path, position: int) -> int:
-    """The number of a line, of which only the position among the lines that are not blank is known."""
-    numbers = (number for number, line in enumerate(text_lines(file), 1) if line.strip())
+def _line_number(file: Path, position: int, blank: str | None = None) -> int:
+    """The number of a line, of which only the position among the lines that are not blank is known.
+
+    Args:
+        file: the file.
+        position: the position.
+        blank: the characters of a blank line; None for white space. Arrow skips only empty lines.
+    """
+    numbers = (number for number, line in enumerate(text_lines(file), 1) if line.strip(blank))
     return next(itertools.islice(numbers, position, None))
 
 
@@ -233,7 +241,7 @@ def read_csv(file: Path, delimiter: str = ",") -> Any:
     from pyarrow import compute
     from pyarrow import csv as arrow_csv
 
-    first_line = next((line for line in text_lines(file) if line.strip()), "")
+    first_line = next((line for line in text_lines(file) if line.strip("\n")), "")
     header = [name.strip() for names in csv.reader([first_line], delimiter=delimiter) for name in names]
     if not header:
         return pyarrow.table({})
@@ -261,7 +269,7 @@ def read_csv(file: Path, delimiter: str = ",") -> Any:
         before = table.slice(0, invalid[0].number - 1)
     _check_quotes(file, header, before)
     if invalid:
-        number = _line_number(file, invalid[0].number - 1)
+        number = _line_number(file, invalid[0].number - 1, "\n")
         got = f"{invalid[0].actual_columns}, at line {number} of {file}"
         raise InvalidValue(f"each row must have the header's {len(header)} fields", got=got)
     columns = [compute.utf8_trim_whitespace(column) for column in table.slice(1).columns]
@@ -279,7 +287,8 @@ def _check_quotes(file: Path, header: Sequence[str], table: Any) -> None:
             first.setdefault(row, name)
     if first:
         row = min(first)
-        got = f"other text in line {_line_number(file, row)} of {file}"
+        number = _line_number(file, row, "\n")
+        got = f"other text in line {number} of {file}"
         cure = "open each quote at the separator, close it in its line, and write two quotes for a quote in a field"
         raise InvalidValue("must hold text of one line, in quotes or without", argument=first[row], got=got, cure=cure)
 
@@ -295,7 +304,7 @@ def read_csv_list(file: Path, names: Sequence[str]) -> Table:
     if missing:
         rule = f"line 1 of {file} must name the columns {', '.join(names)}, separated by commas"
         raise InvalidValue(rule, got=f"{','.join(table.column_names)!r}, which lacks {', '.join(missing)}")
-    return Table({name: table.column(name) for name in names}, file, header=1)
+    return Table({name: table.column(name) for name in names}, file, header=1, blank="\n")
 
 
 def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int]:

@@ -62,7 +62,7 @@ def read_table(
             columns[name] = _texts(path, found, names[position], TAG_SEPARATOR if name == "tags" else " ")
         else:
             columns[name] = found.column(position)
-    table = Table(columns, path, header=None if is_parquet else 1)
+    table = Table(columns, path, header=None if is_parquet else 1, blank="\n")
     if len(table) == 0:
         raise InvalidValue(f"{path} must have rows", got="only the header")
     names_of_rows = {name: list(map(composed, table[name])) for name in NAME_COLUMNS if name in table}
@@ -132,7 +132,7 @@ def _check_columns(
             raise InvalidValue(rule, argument="columns", got=shown)
     missing = [name for name in required if name not in header and not (name == "label" and "tags" in header)]
     sides = [side for side in SIDES if side not in header]
-    if "box" not in header and len(sides) < len(SIDES):
+    if "image" in required and "box" not in header and len(sides) < len(SIDES):
         missing += sides
     if missing:
         columns = " and ".join(required).replace("label", "label (or tags)")

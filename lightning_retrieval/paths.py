@@ -1,7 +1,7 @@
 """Paths that a user gives: what they mean is the same in each command, config and call.
 
-`~` is the home folder, links are followed, and names are compared as the file system compares them. If a path does not
-exist, the error has what helps, if it is known: another Unicode form or case, `\\` for `/`, or a folder too many.
+`~` is the home folder, and links are followed. If a path does not exist, the error has what helps, if it is known:
+another Unicode form or case, `\\` for `/`, or a folder too many.
 """
 
 import os
@@ -78,13 +78,13 @@ def cure_of_missing(path: Path) -> str:
     slashed = Path(str(path).replace("\\", "/"))
     if slashed != path and slashed.exists():
         return "write / in place of \\ in the path"
-    similar = _similar(path)
+    similar = None if os.path.lexists(path) else _similar(path)  # a file in place of a folder, or a link to nothing
     if similar is not None and unicodedata.normalize("NFC", str(similar)) == unicodedata.normalize("NFC", str(path)):
         return "write accented letters in the Unicode form of the names on the disk (NFC or NFD)"
     if similar is not None:
         return f"there is {similar}"
     parts = path.parts
-    for position in range(1, len(parts) - 1):
+    for position in range(bool(path.anchor), len(parts) - 1):
         shorter = Path(*parts[:position], *parts[position + 1 :])
         if shorter.exists():
             return f"leave out {parts[position]}, since there is {shorter}"
@@ -96,7 +96,10 @@ def _similar(path: Path) -> Path | None:
     found = Path()
     for part in path.parts:
         if not os.path.lexists(found / part):
-            names = os.listdir(found) if found.is_dir() else []
+            try:
+                names = os.listdir(found)
+            except OSError:  # no folder, or one that this user may pass, but not list, such as a shared /home
+                return None
             wanted = _folded(part)
             same = [name for name in names if wanted in (_folded(name), _folded(os.path.splitext(name)[0]))]
             if not same:

@@ -34,8 +34,8 @@ class CUB200(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing.
-        ValueError: if a line lacks a field; if an id is not an integer, occurs twice or is missing in another list; if
-            a box is empty or not four finite numbers.
+        ValueError: if a line lacks a field; if an id is not an integer or occurs twice, or an image is missing in
+            another list; if a class is not from 1 to 200; if a box is empty or not four finite numbers.
 
     Example:
         >>> from lightning_retrieval.datamodules import CUB200
@@ -69,11 +69,13 @@ class CUB200(ImageDataModule):
         images.check_unique("path")
         ids = images.parsed("image_id", int)
         species, boxes = self._joined("image_class_labels.txt", ids, "class_id"), None
+        species = species.with_columns(label=species.parsed("class_id", int))
+        species.check("label", lambda label: not 1 <= label <= 200, "be a class from 1 to 200")
         if self.boxes:
             boxes = self._joined("bounding_boxes.txt", ids, "x y width height")
         images = images.with_columns(
             path=[f"images/{path}" for path in images["path"]],
-            label=species.parsed("class_id", int),
+            label=species["label"],
             box=None if boxes is None else boxes.parsed("box", enclosing_pixels),
         )
         # macOS writes its metadata to files with names such as ._1.jpg.

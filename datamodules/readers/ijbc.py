@@ -137,10 +137,12 @@ def _of_release(files: Sequence[Path]) -> Table:
         rows = zip(
             table.parsed("SUBJECT_ID", _subject), table["FILENAME"], table["SIGHTING_ID"], table.parsed("box", _box)
         )
-        for subject, name, sighting, box in rows:
+        for row, (subject, name, sighting, box) in enumerate(rows):
             if subject is None or box is None:
                 skipped += 1
                 continue
+            if not name or not sighting:
+                raise table.error([row], "`FILENAME` and `SIGHTING_ID` must not be empty")
             differing += boxes.setdefault((subject, f"images/{name}", sighting), box) != box
     if differing:
         warnings.warn(

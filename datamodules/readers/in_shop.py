@@ -89,9 +89,9 @@ class InShop(ImageDataModule):
         table.check_unique("image_name")
         table.check("evaluation_status", lambda status: status not in STATUSES, "be train, query or gallery")
         names = table["image_name"]
-        folder = self._folder(names[0].split("/")[1])
         # Gender and kind are the two folders below `img`.
         kinds = table.parsed("image_name", lambda name: "/".join(_below_img(name)[:2]))
+        folder = self._folder(names[0].split("/")[1])
         table = table.with_columns(
             path=[f"{folder}/{name.removeprefix('img/')}" for name in names],
             label=table["item_id"],

@@ -46,7 +46,7 @@ class INaturalist(ImageDataModule):
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order; if a line occurs twice or is not the path of an image
-            in the folder of its category; if the taxonomy lacks a category or has two different entries for a category;
+            in the folder of its category; if the taxonomy lacks a category;
             with `levels`, also if several supercategories share a category id.
 
     Example:

@@ -30,8 +30,8 @@ class StanfordOnlineProducts(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the images are missing.
-        ValueError: if the header of a list differs or a line lacks a field; if an id is not an integer; if an image
-            occurs twice.
+        ValueError: if the header of a list differs or a line lacks a field; if a class id is not an integer; if an
+            image occurs twice.
 
     Example:
         >>> from pathlib import Path

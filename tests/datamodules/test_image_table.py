@@ -366,6 +366,8 @@ WRONG_ROWS = {
     "a field too many": ("image,label\na.jpg,1,2\n", "line 2"),
     "no image": ("image,label,split\na.jpg,1,train\n,1,train\n", "line 3"),
     "no label": ("image,label,split\na.jpg,1,train\nb.jpg, ,test\n", "line 3"),
+    "a last row of separators, as of Excel": ("image,label,split\na.jpg,1,train\nb.jpg,2,test\n,,\n", "line 4"),
+    "a row of spaces": ("image,label\na.jpg,1\n  \nb.jpg,2\n", "line 3"),
     "label of pandas": ("image,label\na.jpg,nan\nb.jpg,1\n", "line 2"),
     "label in two forms": ("image,label\na.jpg,1\nb.jpg,1.0\n", "line 3"),
     "address": ("image,label\nhttps://a.b/c.jpg,1\nb.jpg,2\n", "line 2"),

@@ -195,10 +195,12 @@ WRONG = [
         "img/WOMEN/Dresses/id_00000002/01_1_front.jpg id_00000001 train",
         {PARTITION: [3, 6]},
     ),  # of both splits
+    ("InShop", PARTITION, 3, "a.jpg id_00000001 query", {PARTITION: [3]}),  # in no folder
     ("InShop", INSHOP_BOXES, 23, "img/MEN/Denim/id_00000001/01_1_front.jpg 1 2 1 2 1 30", {INSHOP_BOXES: [23]}),
     ("InShop", INSHOP_BOXES, 23, "img/other.jpg 1 2 1 2 3 30", {INSHOP_BOXES: []}),  # an image without a box
     ("CUB200", BIRDS, 3, "2 001.a/a.jpg", {BIRDS: [2, 3]}),
     ("CUB200", BIRD_CLASSES, 3, "99 1", {BIRD_CLASSES: []}),  # of no image
+    ("CUB200", BIRD_CLASSES, 3, "20 201", {BIRD_CLASSES: [3]}),
     ("CUB200", BIRD_BOXES, 3, "20 4.5 inf 20.25 30.0", {BIRD_BOXES: [3]}),
     ("VehicleID", SMALL, 2, "a 9", {VEHICLES: [1], SMALL: [2]}),  # a vehicle of both splits
     ("VehicleID", SMALL, 2, "0000001 30", {SMALL: [2]}),  # an image of both splits
@@ -211,6 +213,7 @@ WRONG = [
     ("INaturalist", ANIMALS, 2, "train_val2018/Plantae/10/a.jpg", {PLANTS: [1], ANIMALS: [2]}),
     ("INaturalist", PLANTS, 1, "train_val2018/Plantae/oak/a.jpg", {PLANTS: [1]}),
     ("IJBC", GALLERY, 2, f"1,S5,img/10.jpg,101,2,3,20,25{',' * 26}", {GALLERY: [2]}),
+    ("IJBC", GALLERY, 2, f"1,5,img/10.jpg,,2,3,20,25{',' * 26}", {GALLERY: [2]}),  # no sighting
     ("IJBC", GALLERY, 2, "1,5,img/10.jpg", {GALLERY: [2]}),
     ("IJBC", GALLERY, 2, '1,5,"img/10.jpg,101,2,3,20,25', {GALLERY: [2]}),
     ("IJBC, re-pack", PROBES, 3, f"1,12,a.jpg,101,2,3,20,25{',' * 26}", {PROBES: [3]}),  # a template of two people
