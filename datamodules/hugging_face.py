@@ -15,6 +15,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.image_table import paths_in_root
 from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
 from lightning_retrieval.files import leaves_root
@@ -207,10 +208,10 @@ class HuggingFaceSet(ImageSet):
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
-        """Return the encoded image: its bytes, or the path of its file, which may be relative to the data set's folder.
+        """Return the encoded image: its bytes, or the path of its file, which is in the folder of the data set.
 
         Raises:
-            ValueError: if the row has no image, or a relative path leads out of the folder.
+            ValueError: if the row has no image, or its path leads out of the folder.
         """
         split, _, row = self.index.paths[position].rpartition("/")
         image = self.tables[split][int(row)][self.image_column]
@@ -218,12 +219,12 @@ class HuggingFaceSet(ImageSet):
             raise ValueError("the row has no image")
         if image["bytes"] is not None:
             return io.BytesIO(image["bytes"])
-        path = Path(image["path"])
-        if path.is_absolute():
-            return path
-        if leaves_root(image["path"]):
-            raise ValueError(f"its path {image['path']!r} leads out of the folder of the data set")
+        if not self.root.exists():  # of the hub, whose files are in its cache
+            return Path(image["path"])
         folder = self.root.parent if self.root.is_file() else self.root
+        (path,) = paths_in_root([image["path"]], folder)
+        if leaves_root(path):
+            raise ValueError(f"its path {path!r} leads out of the folder of the data set")
         return folder / path
 
 

@@ -156,8 +156,10 @@ def test_images_are_decoded_as_those_in_files(tmp_path):
         expected |= {path: split[i]["images"] for i, path in enumerate(split.index.paths)}
     for name, (feature, images) in kinds.items():
         features = datasets.Features({"image": feature, "label": datasets.Value("string")})
-        datasets.Dataset.from_dict({"image": images, "label": labels}, features=features).save_to_disk(tmp_path / name)
-        data = HuggingFaceImages(tmp_path / name, image_column="image", **unchanged)
+        datasets.Dataset.from_dict({"image": images, "label": labels}, features=features).to_parquet(
+            tmp_path / f"{name}.parquet"
+        )
+        data = HuggingFaceImages(tmp_path / f"{name}.parquet", image_column="image", **unchanged)
         for split in (data.train_set, data.test_set):
             for i, path in enumerate(split.index.paths):
                 file = paths[int(path.split("/")[1])]
@@ -170,11 +172,13 @@ def test_paths_in_a_file_of_parquet_are_relative_to_its_folder(tmp_path, monkeyp
     (tmp_path / "data").mkdir()
     for name, red in {"a.png": 1, "b.png": 2, "data/a.png": 3}.items():
         (tmp_path / name).write_bytes(encoded(red)["bytes"])
-    table = datasets.Dataset.from_dict({"image": ["a.png", "b.png", "../b.png"], "label": [*"xyz"]})
+    table = datasets.Dataset.from_dict(
+        {"image": ["a.png", "b.png", "../b.png", str(tmp_path / "b.png")], "label": [*"wxyz"]}
+    )
     table.to_parquet("data/t.parquet")
     data = HuggingFaceImages("data/t.parquet", image_column="image", split_names={"test": "train"}, **PLAIN)
     assert round(float(data.test_set[0]["images"][0].mean()) * 255) == 3
-    for position, kind in ((1, FileNotFoundError), (2, ValueError)):
+    for position, kind in ((1, FileNotFoundError), (2, ValueError), (3, ValueError)):
         with pytest.raises(kind, match=r"b\.png"):
             data.test_set[position]
 
