@@ -381,7 +381,8 @@ class SharedTags(Relevance):
         if len(tags) == 0:
             return queries.new_zeros(len(queries))
         found = torch.searchsorted(tags, queries.contiguous()).clamp(max=len(tags) - 1)
-        return (numbers[found] * (tags[found] == queries)).sum(1)
+        bound: Tensor = (numbers[found] * (tags[found] == queries)).sum(1)
+        return bound
 
 
 def is_multi_hot(*tables: Int[Tensor, "_ tag"]) -> bool:
