@@ -35,6 +35,8 @@ def first_line(error: Exception) -> str:
     name of the object.
     """
     message = str(error).strip()
+    if isinstance(error, LookupError):  # whose message is but a key
+        return f"{type(error).__name__}: {message}"
     if message.startswith("Weights only load failed"):
         named = re.search(r"GLOBAL ([\w.]+)", message)
         if named is not None:

@@ -248,16 +248,16 @@ class PretrainedModule(nn.Module):
         check_plain_data("init_args", arguments)
         if arguments.get("lora") is not None:  # save_pretrained merges adapters, so a valid config has none
             raise InvalidValue(f"{config} must not have `lora`", got=short_repr(arguments["lora"]))
+        tensors, digest = _read_embedder(weights)
         try:
-            tensors, digest = _read_embedder(weights)
-            if digest in (None, _digest_of(arguments)):  # earlier releases, and other programs, record no digest
+            if digest in (None, _digest_of(arguments)):  # other programs record no digest
                 with without_pretrained_weights():
                     embedder = cls(**arguments)
                 embedder.load_state_dict(tensors)
                 return embedder.eval()
-        except ModuleNotFoundError:
+        except (InvalidValue, ModuleNotFoundError):
             raise
-        except Exception as error:  # constructors and safetensors raise errors of many types
+        except Exception as error:  # constructors raise errors of many types
             rule = f"{config} must be the config of a model whose weights {weights.name} holds"
             raise InvalidValue(rule, got=f"other files ({first_line(error)})") from None
         raise InvalidValue(
@@ -305,11 +305,14 @@ def _check_not_of_others(config: Path) -> None:
 def _read_embedder(weights: Path) -> tuple[dict[str, Tensor], str | None]:
     """The weights of an embedder by name, and the digest of its config; None if it is not recorded."""
     load_safetensors()
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(weights, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors, (file.metadata() or {}).get(CONFIG_DIGEST)
+    try:
+        with safe_open(weights, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, (file.metadata() or {}).get(CONFIG_DIGEST)
+    except SafetensorError as error:
+        raise InvalidValue(f"{weights} is damaged", got=first_line(error)) from None
 
 
 def load_hub() -> Any:

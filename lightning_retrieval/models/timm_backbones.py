@@ -8,7 +8,8 @@ result of its own pooling: its class token, the average of its patch tokens, or 
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -255,10 +256,16 @@ def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
         network = _flexible_model(timm, request, request.name, {})
     own = tensors_of_network(path, tensors, network)
     needed = {name for name, _ in network.named_parameters()}
-    if own.keys() != tensors.keys() and not needed <= own.keys():
-        # timm converts the names of a model's original code, which may begin with what was removed.
+    inside: Mapping[str, Tensor] = tensors
+    while not needed <= own.keys() and inside:
+        # timm converts the names of a model's original code, which may begin with the name of a part or a wrapper.
         with suppress(ValueError):
-            return _loaded_model(timm, request, path, tensors)
+            return _loaded_model(timm, request, path, dict(inside))
+        ((part, count),) = Counter(name.partition(".")[0] for name in inside).most_common(1)
+        if 2 * count <= len(inside):
+            break
+        begin = f"{part}."
+        inside = {name.removeprefix(begin): value for name, value in inside.items() if name.startswith(begin)}
     return _loaded_model(timm, request, path, own)
 
 

@@ -186,9 +186,11 @@ def tensors_of_network(path: str, tensors: Mapping[str, Tensor], network: nn.Mod
     """
     own = list(network.state_dict())
     names = dict(zip(own, own))
-    counts = _counts_of_prefixes(tensors, names)
+    parameters = dict(network.named_parameters())  # averaged weights, as of a teacher, may lack counters of batches
+    counts = _counts_of_prefixes(tensors, parameters)
     in_sequence = _names_in_sequence(network, own)
-    counts_in_sequence = _counts_of_prefixes(tensors, in_sequence)
+    needed = [other for other, name in in_sequence.items() if name in parameters]
+    counts_in_sequence = _counts_of_prefixes(tensors, needed)
     if max(counts_in_sequence.values(), default=0) > max(counts.values(), default=0):
         names, counts = in_sequence, counts_in_sequence
     if not counts:

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
-from lightning_retrieval.files import new_file, writing
+from lightning_retrieval.files import is_temporary, new_file, writing
 from lightning_retrieval.first_checks import check_images_exist
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.decoding import image_files
@@ -61,6 +61,8 @@ def shrink_images(
         OSError: if a copy cannot be written.
     """
     check_integer("size", size, 1, MOST_PIXELS)
+    if workers is not None:
+        check_integer("workers", workers, 1)
     check_images_exist(images)
     if _is_inside(images, output) or _is_inside(output, images):
         rule = "must be a folder that is neither in the folder of the images nor around it"
@@ -104,10 +106,11 @@ def _begin(output: Path, size: int) -> None:
     """Record the size of the copies in their folder; raise unless the folder is new, empty or of this size."""
     record = output / RECORD
     if not record.is_file():
-        output.mkdir(parents=True, exist_ok=True)
-        if any(output.iterdir()):
+        # A kill while the record is written leaves a temporary file.
+        if output.exists() and not (output.is_dir() and all(map(is_temporary, output.iterdir()))):
             rule = "must be a new folder, or one that this command began"
             raise InvalidValue(rule, argument="output", got=f"{output}, which holds something else")
+        output.mkdir(parents=True, exist_ok=True)
         with new_file(record) as file:
             file.write(str(size).encode())
     recorded = record.read_text(encoding="utf-8", errors="replace").strip()

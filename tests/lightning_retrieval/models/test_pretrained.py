@@ -1,6 +1,7 @@
 """Weights of local files, and those of an embedder's own folder."""
 
 import argparse
+import re
 import shutil
 import socket
 import stat
@@ -73,6 +74,10 @@ PROGRAMS = {
         "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}},
         "args": argparse.Namespace(arch="resnet18"),
     },
+    "averaged weights without counters of batches": lambda network, state: {
+        "student": named(others(state), "module."),
+        "teacher": {name: value for name, value in state.items() if "num_batches" not in name},
+    },
     "fast-reid": lambda network, state: {
         "model": {**named(state, "backbone."), "heads.weight": torch.ones(2), "pixel_mean": torch.ones(1)},
         "iteration": 9,
@@ -102,6 +107,30 @@ def test_files_of_other_programs(program, tmp_path):
     torch.save(PROGRAMS[program](network, state), tmp_path / "w.pth")
     module = Embedder(backbone, 8, weights=str(tmp_path / "w.pth")).backbone
     loaded = getattr(module, "model", module).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in loaded.items())
+
+
+ORIGINAL_NAMES = {  # of ConvNeXt, by those of timm
+    r"^stem\.": "downsample_layers.0.",
+    r"stages\.(\d+)\.downsample\.(\d+)": r"downsample_layers.\1.\2",
+    r"stages\.(\d+)\.blocks\.(\d+)": r"stages.\1.\2",
+    "conv_dw": "dwconv",
+    r"mlp\.fc": "pwconv",
+    r"^head\.norm": "norm",
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module.backbone."])
+def test_names_of_the_code_of_a_paper(prefix, tmp_path):
+    state = timm.create_model("test_convnext", num_classes=0).state_dict()
+    names = {}
+    for name in state:
+        names[name] = name
+        for pattern, original in ORIGINAL_NAMES.items():
+            names[name] = re.sub(pattern, original, names[name])
+    torch.save({"model": {prefix + names[name]: value for name, value in state.items()}}, tmp_path / "w.pth")
+    loaded = Embedder("timm/test_convnext", 8, weights=str(tmp_path / "w.pth")).backbone.model.state_dict()
     assert loaded.keys() == state.keys()
     assert all(value.equal(state[name]) for name, value in loaded.items())
 
