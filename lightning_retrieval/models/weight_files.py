@@ -60,8 +60,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
 
     Args:
         path: path of the file.
-        keys: entries of the file that may hold the tensors; the first existing entry is used. If the file has none of
-            them and no tensors, those of all entries are read, under the names of both.
+        keys: entries of the file that may hold the tensors; each is looked for in the one before. If the file has none
+            of them and no tensors, those of all entries are read, under the names of both.
 
     Raises:
         FileNotFoundError: if there is no such file.

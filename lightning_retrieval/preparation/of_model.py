@@ -93,7 +93,7 @@ def wanted_settings(preparation: Any, image_size: Any = None) -> dict[str, Any]:
         image_size: the size that replaces `image_size` of `preparation`, or None.
 
     Raises:
-        TypeError: if `preparation` has another type, or a setting that does not exist.
+        TypeError: if `preparation` has a setting that does not exist.
         ValueError: if a value is out of its range.
     """
     if isinstance(preparation, Preparation):

@@ -77,7 +77,7 @@ class RunPreparation:
 
         Raises:
             ValueError: if the model was evaluated with a function and no transform is given, or if a prediction would
-                prepare images otherwise than the model's evaluation did.
+                prepare images otherwise than the model's evaluation did, as far as its transform has a name.
         """
         recorded: Any = side.recorded
         evaluation: Transform | None
