@@ -354,29 +354,30 @@ def number_splits(
         if len(table) == 0:
             raise InvalidValue(f"the split {split!r} must have at least one image", got=f"none in {table.file}")
     tags, tag_names = _common_tags(splits)
+    numbered_alike = {name: _numbers_of(splits, name) for name in _NUMBERED if name in common}
+    labelled_alike = _labels_of(splits if "label" in common else {})
     found = {}
     for split, table in splits.items():
         columns: dict[str, Any] = {"tags": tags.get(split), "tag_names": tag_names}
         for name, argument in _NUMBERED.items():
-            columns[argument] = _numbers_of(splits if name in common else {split: table}, name).get(split)
+            of_splits = numbered_alike[name] if name in common else _numbers_of({split: table}, name)
+            columns[argument] = of_splits.get(split)
         for name, argument in _GIVEN.items():
             columns[argument] = table.get(name)
-        alike = splits if "label" in common else {split: table}
-        numbers, classes = _class_numbers([label for other in alike.values() for label in other["label"]])
+        labels, classes = labelled_alike if "label" in common else _labels_of({split: table})
         names = None if name_of_class is None else list(map(name_of_class, classes))
         lines = None if table.file is None else table
-        found[split] = ImageIndex(table["path"], _of_split(numbers, alike)[split], names=names, lines=lines, **columns)
+        found[split] = ImageIndex(table["path"], labels[split], names=names, lines=lines, **columns)
     return found
 
 
-def _class_numbers(labels: Sequence[Any]) -> tuple[NDArray[np.int64], list[Any]]:
-    """The class number of each image, `DISTRACTOR` for None, and the original id of each class."""
-    if None not in labels:
-        return class_numbers(labels)
-    known = np.array([label is not None for label in labels])
+def _labels_of(splits: Mapping[str, Table]) -> tuple[dict[str, NDArray[np.int64]], list[Any]]:
+    """The class numbers of the images of each split, `DISTRACTOR` for None, and the original id of each class."""
+    labels = [label for table in splits.values() for label in table["label"]]
+    known = np.array([label is not None for label in labels], dtype=bool)
     numbers = np.full(len(labels), DISTRACTOR)
     numbers[known], classes = class_numbers(list(itertools.compress(labels, known)))
-    return numbers, classes
+    return _of_split(numbers, splits), classes
 
 
 def _of_split(values: NDArray[np.int64], splits: Mapping[str, Table]) -> dict[str, NDArray[np.int64]]:
