@@ -7,8 +7,11 @@ another Unicode form or case, `\\` for `/`, or a folder too many.
 import os
 import unicodedata
 from pathlib import Path
+from typing import Annotated
 
 from lightning_retrieval.invalid import InvalidValue, MissingFile
+
+ExistingPath = Annotated[Path, "exists"]  # of an option of a command that names a file or a folder which must be there
 
 
 def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exists: bool = False) -> Path:

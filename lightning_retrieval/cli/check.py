@@ -15,7 +15,6 @@ from lightning_retrieval.command_line import (
     null_for_none,
     one_line,
     printable,
-    with_options,
 )
 from lightning_retrieval.invalid import Invalid
 
@@ -64,10 +63,10 @@ def check(args: Sequence[str]) -> int:
     except (ImportError, OSError, ValueError) as error:
         if isinstance(error, Invalid):
             error = error.of("check", **{name: f"--{name}" for name in settings})
-        print(with_options(str(error), settings), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     for line in str(report).splitlines():
-        print(printable(with_options(line, settings)))
+        print(printable(line))
     if report.ok:
         return 0
     return 1

@@ -46,7 +46,7 @@ from lightning_retrieval.checkpoints import (
 from lightning_retrieval.checks import first_line, first_of, short_repr
 from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_checkpoint_of_run, find_last_checkpoint
-from lightning_retrieval.command_line import command_line_message, null_for_none
+from lightning_retrieval.command_line import null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
 from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
@@ -402,7 +402,7 @@ class RetrievalCLI(LightningCLI):
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
                 if error.errno in NOT_WRITABLE:
-                    self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
+                    self.parser.error(f"{self._owner}: {error}")
                 raise
 
     @contextmanager

@@ -1,10 +1,8 @@
 """`lightning-retrieval embed`: embed images or texts into a folder of shards, and continue a killed run."""
 
-import argparse
 import itertools
 import logging
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,6 @@ import torch
 
 from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
 from lightning_retrieval.checks import check_choice, check_integer, first_line
-from lightning_retrieval.command_line import INTERRUPTED
 from lightning_retrieval.datamodules.image_table import is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -34,7 +31,7 @@ from lightning_retrieval.search.commands.embedding import (
     list_images,
     unusable_device,
 )
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -58,19 +55,6 @@ ACCELERATORS = ("cpu", "cuda", "mps")
 FIRST_PROCESS = "LIGHTNING_RETRIEVAL_FIRST_PROCESS"  # environment variable: id of the process that starts the others
 SECONDS_TO_NOTICE = 1.0  # between two looks at whether that process is still there
 LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
-
-
-def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was written, and return the images that could not be read."""
-    try:
-        done = embed_images(**vars(options))
-    except KeyboardInterrupt:
-        print(f"embed: interrupted; the same command continues in {options.output}.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    if done.rank > 0:
-        return []
-    print(f"{options.output}: {_summary(done)}")
-    return done.unreadable
 
 
 @dataclass(frozen=True)
@@ -164,7 +148,8 @@ def _embedded(
         yield EmbeddedBatch(positions, embedder.embed_texts(texts), [])
 
 
-def _summary(done: EmbeddedFolder) -> str:
+def summary(done: EmbeddedFolder) -> str:
+    """What was written, in one line."""
     manifest = done.folder.manifest
     rows = manifest.images - len(done.unreadable)
     shards = len(done.folder)

@@ -53,8 +53,7 @@ from lightning_retrieval.search.commands.of_backbone import (
     shown_backbone,
 )
 from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, print_guess
-from lightning_retrieval.search.commands.options import PretrainedBackbone
-from lightning_retrieval.search.rules import check_table_given
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.shared_folder import RangeBatches
 from lightning_retrieval.search.store.rows import Rows
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
@@ -119,9 +118,7 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         ValueError: if there is no image, the table cannot be read, or `root` or a format is given for a folder.
     """
     if not images.is_file():
-        check_table_given(
-            images, argument="images", root=root, columns=table_format.columns, delimiter=table_format.delimiter
-        )
+        check_table_given(images, "images", table_format, root)
         return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import boxes_of, check_values, with_paths  # needs Lightning
 
@@ -138,6 +135,23 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         labels = [label or None for label in table["label"]]
     index = ImageIndex(paths, [0] * len(paths), boxes=boxes_of(table))
     return ListedImages(root, index, labels)
+
+
+def check_table_given(given: Path | None, argument: str, table_format: TableFormat, root: Path | None = None) -> None:
+    """Raise if arguments say how a table is read, and there is none.
+
+    Args:
+        given: the argument that may be a table, but is a folder or None.
+        argument: its name.
+        table_format: how the table would be read.
+        root: folder that the paths of the table would be relative to.
+    """
+    for name, value in {**vars(table_format), "root": root}.items():
+        if value not in (None, ","):
+            got = f"{value} without `{argument}`"
+            if given is not None:
+                got = f"{value} for the folder {given}"
+            raise InvalidValue("must be given for a table only", argument=name, got=got)
 
 
 def images_in_folder(folder: Path) -> ListedImages:

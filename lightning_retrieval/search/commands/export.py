@@ -1,12 +1,11 @@
 """`lightning-retrieval export`: export a model to programs that do not need this library, and check their outputs."""
 
-import argparse
 import dataclasses
 import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +24,14 @@ from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
-    UnreadableImage,
     list_images,
     shown_model,
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.search.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.search.export.quantization import quantize_onnx
-from lightning_retrieval.search.rules import check_int8
 
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
@@ -84,14 +81,8 @@ class ExportedModel:
     int8: Int8Cost | None = None
 
 
-def export(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was written."""
-    made = export_model(**vars(options))
-    print("\n".join(_summary(made, options.output)))
-    return []
-
-
-def _summary(made: ExportedModel, output: Path) -> list[str]:
+def summary(made: ExportedModel, output: Path) -> list[str]:
+    """Lines on what was written."""
     shape = ", ".join(map(str, made.about["input_shape"]))
     lines = [f"input: {made.about['input']} ({shape}); output: (batch, {made.about['dim']})"]
     for name, difference in made.differences.items():
@@ -159,7 +150,8 @@ def export_model(
     if output.exists() and not output.is_dir():
         raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)
-    check_int8(int8, images, root)
+    if int8 != (images is not None):
+        raise InvalidValue("must be given with `int8`, which alone uses images, and not without it", argument="images")
     table_format = TableFormat.checked(columns, delimiter)
     listed = None
     if images is not None:

@@ -16,7 +16,7 @@ from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_downloads
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.plain_data import class_path, rebuild
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 
 BACKBONE = "backbone"  # entry of the metadata of embeddings: the arguments of the `Embedder`
 FOLDER_PREFIX = "hf/"  # before the path of a folder

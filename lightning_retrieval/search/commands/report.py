@@ -1,6 +1,5 @@
 """`lightning-retrieval report`: write a page and a table of what a model gets wrong on labelled images."""
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from lightning_retrieval.search.commands.embedding import (
     shown_model,
 )
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import Findings, find_errors
@@ -100,9 +99,14 @@ class LabelledImages:
         return ReportedImages(self.index.paths.__getitem__, self.class_of, self.picture_of, self.split_of)
 
 
-def report(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was found and where it is, and return the images that could not be read."""
-    found, unreadable, missing = report_images(**vars(options))
+def print_findings(found: Findings, output: Path, missing: Sequence[str]) -> None:
+    """Print what was found and where it is.
+
+    Args:
+        found: the findings.
+        output: file of the page.
+        missing: the pictures that cannot be shown, with the reasons.
+    """
     for name, (mean, low, high) in found.means.items():
         if name == "mAP" or name.startswith("R@"):
             print(f"{name:<6}{mean:.4f} ({low:.4f} to {high:.4f})")
@@ -110,10 +114,9 @@ def report(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         f"probably mislabelled: {len(found.suspects):,}, near-duplicates: {len(found.duplicates):,}, pairs of confused "
         f"classes: {len(found.confused):,}, queries without a positive: {len(found.without_positive):,}"
     )
-    print(f"{options.output}: the page; {table_of(options.output)}: the table of all findings")
+    print(f"{output}: the page; {table_of(output)}: the table of all findings")
     if missing:
         print(f"report: {len(missing)} pictures cannot be shown, the first: {missing[0]}.", file=sys.stderr)
-    return unreadable
 
 
 @owned_by(OWNER)

@@ -24,7 +24,7 @@ from lightning_retrieval.search.commands.embedding import (
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
 from lightning_retrieval.search.commands.of_checkpoint import print_guess
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.store.conditions import Request, Value, checked_columns
@@ -307,7 +307,7 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
 def _check_index(index: EmbeddingStore) -> None:
     has_model = not index.about.keys().isdisjoint(("checkpoint", BACKBONE))
     if not has_model or not {"checkpoint_sha256", "preparation"} <= index.about.keys():
-        raise InvalidValue("must be an index of images that `index_images` made", argument="index")
+        raise InvalidValue("must be an index of images that `lightning-retrieval index` made", argument="index")
 
 
 def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:

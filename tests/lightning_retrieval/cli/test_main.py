@@ -55,13 +55,13 @@ json.dump(results, sys.stdout)
 WRONG = {
     "index --checkpoint no.ckpt --images photos --output new": "--checkpoint",
     "index --embeddings no --output new": "no",
-    "embed --checkpoint a.ckpt --images photos --output new --delimiter ;": "--delimiter",
-    "report --checkpoint a.ckpt --images photos --output new.txt": "--output",
-    "export --checkpoint a.ckpt --output new --int8": "--images",
+    "embed --checkpoint a.ckpt --images no --output new": "--images",
+    "report --checkpoint a.ckpt --images photos --output new --weights DEFAULT": "--weights",
+    "export --checkpoint a.ckpt --output new --input int8": "--input",
     "adapt --embeddings no --output new.ckpt": "no",
     "search --index no a.jpg": "no",
     "demo --index no": "no",
-    "shrink no small": "PHOTOS",
+    "shrink no small": "IMAGES",
     "check --data ImageFolder --root no": "--root",
     "fit --config no.yaml": "--config",
 }

@@ -53,9 +53,9 @@ TABLE = {
     "completion": [(lambda: ["fish"], SystemExit, "shell", "fish")],
     "env": [(lambda: ["x"], SystemExit, "x")],
     "shrink": [
-        (lambda: ["no", "small"], SystemExit, "PHOTOS", "no"),
-        (lambda photos: [photos.parent / "empty", "small"], SystemExit, "PHOTOS", "empty"),
-        (lambda photos: [photos, photos / "small"], SystemExit, "SMALL", "photos"),
+        (lambda: ["no", "small"], SystemExit, "IMAGES", "no"),
+        (lambda photos: [photos.parent / "empty", "small"], SystemExit, "IMAGES", "empty"),
+        (lambda photos: [photos, photos / "small"], SystemExit, "OUTPUT", "photos"),
         (lambda photos: [photos, "small", "--size=0"], SystemExit, "--size", "0"),
     ],
 }
