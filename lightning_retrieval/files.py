@@ -15,8 +15,7 @@ import os
 import re
 import shutil
 import time
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from lightning_retrieval.invalid import InvalidValue, MissingFile, NotWritten
+from lightning_retrieval.paths import cure_of_missing
 
 LOCK = "lock"
 HELD = ".held"  # suffix of the file that is there while a lock is held on Windows
@@ -235,21 +235,6 @@ def leaves_root(path: str) -> bool:
     return _OUTSIDE.search(path) is not None or (not POSIX and _DEVICE_OF_WINDOWS.search(path) is not None)
 
 
-def cure_of_other_form(missing: Iterable[str], names: Iterable[str]) -> str:
-    """What helps if paths are missing that are among the names in another Unicode form; "" if none of them is.
-
-    Programs of macOS write `ü` as two characters, and most others as one, which look the same.
-
-    Args:
-        missing: the paths.
-        names: the paths that are there.
-    """
-    unlike = {unicodedata.normalize("NFC", path) for path in missing if not path.isascii()}
-    if unlike and not unlike.isdisjoint(unicodedata.normalize("NFC", name) for name in names):
-        return "write accented letters in the same Unicode form as the names of the files (NFC or NFD)"
-    return ""
-
-
 def is_of_others(path: Path, own_format: str) -> bool:
     """Whether a JSON file is that of another program: a dict whose `format` is not the given one.
 
@@ -422,7 +407,8 @@ class Manifest:
         path = folder / self.name
         if not path.is_file():
             rule = f"the {self.content} must be a folder with {self.name} in it"
-            raise MissingFile(rule, got=folder, cure=f"`lightning-retrieval {self.command}` writes one")
+            cure = cure_of_missing(folder) or f"`lightning-retrieval {self.command}` writes one"
+            raise MissingFile(rule, got=folder, cure=cure)
         return path
 
     def read(self, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ another Unicode form or case, `\\` for `/`, or a folder too many.
 
 import os
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +93,21 @@ def cure_of_missing(path: Path) -> str:
         if shorter.exists():
             return f"leave out {parts[position]}, since there is {shorter}"
     return ""
+
+
+def cure_of_names(names: Iterable[str], paths: Iterable[str], folder: Path | None) -> str:
+    """What helps if a table lacks images, because it names them otherwise; "" if it is not known.
+
+    Args:
+        names: the names in the table.
+        paths: the paths of the images, relative to the folder.
+        folder: the folder; None if it is not known.
+    """
+    known = set(paths)
+    unknown = [name for name in names if name not in known]
+    if folder is None or not unknown:
+        return ""
+    return cure_of_missing(folder / unknown[0])
 
 
 def _similar(path: Path) -> Path | None:

@@ -49,7 +49,7 @@ from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_check
 from lightning_retrieval.command_line import null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
-from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
+from lightning_retrieval.invalid import Invalid, InvalidValue, MissingFile, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import (
@@ -126,19 +126,36 @@ def fit(args: Any = None) -> None:
         )
 
 
-def _of_this_backend(args: Sequence[str]) -> list[str]:
-    """The arguments of a command, with Lightning's classes as in the package that this process uses."""
+def _as_meant_here(args: Sequence[str]) -> list[str]:
+    """The arguments of a command, each with its value as in a config, see `_value`."""
     changed = []
     for argument in args:
         option, equals, value = argument.rpartition("=")
-        changed.append(option + equals + of_this_backend(value))
+        changed.append(option + equals + _value(value))
     return changed
 
 
+def _value(value: Any) -> Any:
+    """A value of a config, with Lightning's classes as in the package that this process uses.
+
+    A path that begins with `~` becomes one in the home folder, since it may be for a class that does not know it.
+    """
+    if isinstance(value, dict):
+        return {key: _value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_value(item) for item in value]
+    if isinstance(value, str) and value.startswith("~") and "/" in value:
+        return str(check_path("", value))
+    return of_this_backend(value)
+
+
 def _load_config(text: str) -> Any:
-    """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
+    """The content of a config, or the value of an option."""
     check_format(text)
-    return of_this_backend(get_loader("yaml")(text))
+    try:
+        return _value(get_loader("yaml")(text))
+    except MissingFile as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
@@ -241,8 +258,6 @@ class RetrievalCLI(LightningCLI):
         options = self.config[self.config.subcommand]
         path = options.get("ckpt_path")
         try:
-            if path:
-                check_path("--ckpt_path", path, owner=self._owner)
             is_folder = path and Path(path).is_dir() and not is_checkpoint(Path(path))
             if is_folder and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
@@ -415,7 +430,7 @@ class RetrievalCLI(LightningCLI):
         given = self._get(self.config_init, "run_folder")
         with ExitStack() as stack:
             if given is not None and self.trainer.global_rank == 0:
-                folder = Path(given).expanduser()
+                folder = Path(given)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(folder_lock(folder))
@@ -606,7 +621,11 @@ class _Parser(LightningArgumentParser):
         """Parse arguments, in which None and null are the same, and so are Lightning's two packages."""
         if args is None:
             args = sys.argv[1:]
-        return super().parse_args(null_for_none(_of_this_backend(args)), *further, **settings)
+        try:
+            meant = _as_meant_here(args)
+        except Invalid as error:
+            self.error(str(error))
+        return super().parse_args(null_for_none(meant), *further, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""

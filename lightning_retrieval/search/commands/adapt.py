@@ -21,6 +21,7 @@ from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, rep
 from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.embedding import (
@@ -163,6 +164,7 @@ def adapt_head(
     check_positive("lr", lr)
     check_integer("max_epochs", max_epochs, least=1)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
+    output = check_path("output", output)
     if not output.parent.is_dir() or output.is_dir():
         raise InvalidValue("must be a file in an existing folder", argument="output", got=output)
     folder = EmbeddingFolder.load(embeddings)

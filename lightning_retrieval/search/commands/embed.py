@@ -22,6 +22,7 @@ from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedBatch,
     ImageEmbedder,
@@ -228,6 +229,7 @@ def embed_images(
     check_choice("side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(name, number, least=1)
+    images, output = check_path("images", images, exists=True), check_path("output", output)
     check_output(output)
     table_format = TableFormat.checked(columns, delimiter)
     listed: ListedImages | ListedTexts | None = None

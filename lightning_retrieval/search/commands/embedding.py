@@ -35,12 +35,12 @@ from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
-from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
-from lightning_retrieval.paths import cure_of_missing
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -117,6 +117,9 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         FileNotFoundError: if the path does not exist.
         ValueError: if there is no image, the table cannot be read, or `root` or a format is given for a folder.
     """
+    images = check_path("images", images, exists=True)
+    if root is not None:
+        root = check_path("root", root, exists=True)
     if not images.is_file():
         check_table_given(images, "images", table_format, root)
         return images_in_folder(images)
@@ -162,7 +165,7 @@ def images_in_folder(folder: Path) -> ListedImages:
         ValueError: if there is no image in it.
         OSError: if a folder in it cannot be opened.
     """
-    check_images_exist(folder)
+    folder = folder_of_images(folder)
     found = image_files(folder)
     if found.special and rank() == 0:
         shown = printable(first_of(found.special))

@@ -19,6 +19,7 @@ from lightning_retrieval.datamodules.table_format import ColumnNames, TableForma
 from lightning_retrieval.files import is_of_others, new_files, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.search.commands.embedding import (
@@ -147,6 +148,7 @@ def export_model(
         OSError: if the folder cannot be written to; the files of an earlier export are unchanged.
     """
     load_onnx()  # raises before any work is done, if a package is missing
+    output = check_path("output", output)
     if output.exists() and not output.is_dir():
         raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)

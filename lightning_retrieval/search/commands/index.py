@@ -20,10 +20,9 @@ from lightning_retrieval.datamodules.image_table import with_paths
 from lightning_retrieval.datamodules.table import Table
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.files import cure_of_other_form
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedImages,
@@ -157,7 +156,7 @@ def index_images(
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
-    of_table = read_metadata(metadata, paths, missing=missing, root=images, table_format=table_format)
+    of_table = read_metadata(metadata, paths, missing=missing, root=listed.root, table_format=table_format)
     rows = NewRows(torch.arange(len(paths)), paths, of_table)
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
@@ -165,7 +164,7 @@ def index_images(
     if validation is not None and embedder.module.query_embedder is not None:
         rule = "must not be given for a model with a `query_embedder`, since its embeddings are of candidates"
         raise InvalidValue(rule, argument="validation", got=validation, cure="give `threshold` to the search")
-    about = {**embedder.description(), "images": name_folder(images)}
+    about = {**embedder.description(), "images": name_folder(listed.root)}
     about |= choose_threshold(validation, false_match_rate, about)
     writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
@@ -393,7 +392,7 @@ def read_metadata(
     without_row = [path for path in paths if path not in row_of]
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
-        cure = cure_of_other_form(without_row, row_of)
+        cure = cure_of_names(row_of, paths, root)
         if not cure and len(without_row) < len(paths):
             cure = "add them, or give `missing` keep, with which they have no metadata"
         raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got, cure=cure)

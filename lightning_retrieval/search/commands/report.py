@@ -21,6 +21,7 @@ from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.search.commands.embedding import (
@@ -170,6 +171,7 @@ def report_images(
         time is that of four products of all embeddings with each other.
     """
     check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
+    images, output = check_path("images", images, exists=True), check_path("output", output)
     check_output(output)
     labelled = label_images(images, root, TableFormat.checked(columns, delimiter))
     embedder = ImageEmbedder.load(

@@ -223,6 +223,19 @@ def test_null_and_none_are_no_text(null, form, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())  # no folder is named None
 
 
+def test_a_path_of_a_config_may_begin_with_the_home_folder(tmp_path, monkeypatch, capsys):
+    """Also that of a class of Lightning, which would use a folder that is called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "~/logs"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    args = ["--config=~/a.yaml", "--model=RetrievalModule", "--model.embedder=Embedder", "--data=Glyphs"]
+    code, printed, _ = run(capsys, "fit", *args, "--model.loss=LogRankLoss", "--run_folder=~/run", "--print_config")
+    config = yaml.safe_load(printed)
+    assert code == 0
+    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path / "logs")
+    assert config["run_folder"] == str(tmp_path / "run")
+
+
 def test_the_version_is_that_of_the_installed_package(capsys):
     assert run(capsys, "--version") == (0, f"lightning-retrieval {lightning_retrieval.__version__}\n", "")
 

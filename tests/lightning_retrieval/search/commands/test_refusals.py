@@ -273,6 +273,8 @@ TABLE = {
         (indexing("--metadata=gone.csv"), SystemExit, "--metadata", "gone.csv"),
         (metadata_of("image,a\nx.png,1\nx.png,2\n"), SystemExit, "image", "x.png"),
         (metadata_of("image,a\nx.png,1\n"), SystemExit, "--metadata", "40 of 40"),
+        (metadata_of("image,a\n0\\deeper\\01.PNG,1\n"), SystemExit, "--metadata", "\\"),
+        (metadata_of(f"image,a\nimages/{GLYPH},1\n"), SystemExit, "--metadata", "leave out images"),
         (metadata_of("image,a\nx.png,1\n", "--missing=keep"), SystemExit, "--metadata", "40 of 40"),
         (metadata_of("image,a,a\nx.png,1,2\n"), SystemExit, "a", ""),
         (metadata_of("image,a\nx.png,1\n", "--columns=image="), SystemExit, "--columns", "image="),
