@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.command_line import (
     CommandParser,
     given_path,
@@ -154,4 +153,4 @@ class _Parser(ArgumentParser):
         """Print the error and exit."""
         if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
             super().error(message, ex)
-        self.exit(2, one_line(PROGRAM, invalid_value(message) or message))
+        self.exit(2, one_line(PROGRAM, " ".join(message.split())))

@@ -89,6 +89,7 @@ def main(args: Any = None) -> None:
     Raises:
         TypeError: if `args` is a single string or a number.
     """
+    configs: list[str] = []
     given = args
     if args is None:
         given = sys.argv[1:]
@@ -99,7 +100,7 @@ def main(args: Any = None) -> None:
     if is_list:
         command = _parse_command(given)
         if command in LIGHTNING_COMMANDS:
-            _check_configs(command, given[1:])
+            configs = _existing_configs(command, given[1:])
         if command not in WITHOUT_LIGHTNING:
             _check_backend(command)
         if command in OTHER_COMMANDS:
@@ -112,13 +113,14 @@ def main(args: Any = None) -> None:
     with imports_of_command():
         from lightning_retrieval.cli.fit import fit
 
-    fit(args)
+    fit(args, configs)
 
 
-def _check_configs(command: str, args: Sequence[str]) -> None:
-    """Exit if `--config` names no file, before libraries are imported, which takes seconds."""
+def _existing_configs(command: str, args: Sequence[str]) -> list[str]:
+    """The files of `--config`; exits if one is missing, before libraries are imported, which takes seconds."""
     parser = CommandParser(f"lightning-retrieval {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", "-c", action="append", default=[])
+    found = []
     for config in parser.parse_known_args(args)[0].config:
         is_text = config and not config.endswith(CONFIG_SUFFIXES)
         if is_text or "://" in config:  # jsonargparse also accepts the text of a config, and an address
@@ -129,6 +131,8 @@ def _check_configs(command: str, args: Sequence[str]) -> None:
             parser.error(str(error))
         if path.is_dir():
             parser.error(f"--config must be a file, got {path}")
+        found.append(str(path))
+    return found
 
 
 def _parse_command(args: Sequence[str]) -> str:

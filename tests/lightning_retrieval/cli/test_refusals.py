@@ -36,7 +36,7 @@ TABLE = {
         (lambda: ["--root=x"], SystemExit, "--data", ""),
         (lambda: ["--data=Nothing", "--root=x"], SystemExit, "--data", "Nothing"),
         (lambda: checked("gone"), SystemExit, "--root", "gone"),
-        (lambda: checked(".", "--num_workers=a"), SystemExit, "--num_workers", "a"),
+        (lambda: checked(".", "--num_workers=a"), SystemExit, "num_workers", "a"),
         (lambda: checked(".", "--colour=a"), SystemExit, "--colour", ""),
         (lambda photos: checked(photos.parent / "file"), SystemExit, "--root", "file"),
         (lambda photos: checked(photos.parent / "empty"), SystemExit, "--root", "empty"),
