@@ -194,25 +194,11 @@ def embed_images(
     processes, and a later call with another number of processes can continue. A file is written again if the size or
     the modification time of one of its images has changed.
 
+    The arguments are the options of the command, see `functions.embed`, but for two:
+
     Args:
         checkpoint: as for `index_images`.
-        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
-        output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        transform: as for `index_images`.
-        file_format: `"parquet"` or `"npy"`.
-        shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
-        dtype: type of the numbers in the files, `"float32"` or `"float16"`.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images, for each device.
-        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
-        devices: number of devices of each node. Each device gets a process.
-        num_nodes: number of machines.
-        precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
-        side: `"candidates"`, or `"queries"` to embed by the network of queries. If this network embeds texts, `images`
-            must be a table with the column `text` and, optionally, `label`; the texts are stored as paths.
+        file_format: the option `format`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.

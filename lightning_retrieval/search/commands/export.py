@@ -128,17 +128,11 @@ def export_model(
     values say, with Pillow and NumPy alone. All files of an earlier export to the folder are replaced or deleted, when
     the new ones are complete.
 
+    The arguments are the options of the command, see `functions.export`, but for two:
+
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
-            LoRA adapters are merged first. Or a pretrained backbone, whose pooled features are the embeddings.
-        output: folder for the files.
-        input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
-        int8: also write an int8 ONNX file, and measure its cost.
-        images: images for the calibration and the measurement of int8: class folders, or a table with labels.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        transform: as for `index_images`.
+        checkpoint: as for `index_images`; LoRA adapters are merged first.
+        input_type: the option `input`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.

@@ -64,8 +64,9 @@ def search(
         from lightning_retrieval.search.commands.search import plain_results, table, write_page
         from lightning_retrieval.search.commands.search_images import image_folder, search_images
         from lightning_retrieval.search.commands.stores import opened_index
-        from lightning_retrieval.search.html_page import check_page_target
     if html is not None:
+        from lightning_retrieval.search.html_page import check_page_target
+
         check_page_target("html", html, "search")
     with opened_index(index, store) as opened:
         if parameters is not None:

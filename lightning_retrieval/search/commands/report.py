@@ -140,22 +140,10 @@ def report_images(
     Each image is a query that ranks the others, unless a table has roles. If there is a split `test`, the metrics are
     those of its images; wrong labels and near-duplicates are searched in the images of all splits.
 
+    The arguments are the options of the command, see `functions.report`, but for one:
+
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used; or a
-            pretrained backbone.
-        images: a folder of class folders, in which the folders `train` and `test` may be splits; or a table in the
-            format of `ImageTable` with the columns `image` and `label` and, optionally, `split`, `role`, `camera` and
-            `box`.
-        output: file of the page, which ends with .html. The table is written beside it, with the ending .csv.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        false_match_rate: fraction of the queries, from 0 to 1, for which the threshold of the page may show an image of
-            another class.
-        transform: as for `index_images`.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images.
-        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+        checkpoint: as for `index_images`.
 
     Returns:
         The findings, the images that could not be read, and the pictures that cannot be shown, with the reasons.
