@@ -1,5 +1,6 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI that continues runs."""
 
+import os
 import re
 import sys
 import traceback
@@ -120,7 +121,8 @@ def _value(value: Any) -> Any:
         return {key: _value(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_value(item) for item in value]
-    if isinstance(value, str) and value.startswith("~") and "/" in value:
+    is_path = isinstance(value, str) and value.startswith("~") and ("/" in value or os.sep in value)
+    if is_path:
         return str(check_path("", value))
     return of_this_backend(value)
 
