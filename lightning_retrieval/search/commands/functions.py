@@ -14,7 +14,6 @@ from lightning_retrieval.command_line import INTERRUPTED, imports_of_command
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.paths import ExistingPath
 from lightning_retrieval.search.commands.shared import EmbeddingOptions, ModelOptions, TableOptions
-from lightning_retrieval.search.formats import INDEX
 
 
 def search(
@@ -261,7 +260,7 @@ def index(
     if images is not None and devices != 1:
         cure = "embed the images first, with `embed --devices`"
         raise InvalidValue("must be given with `embeddings`", argument="devices", got=devices, cure=cure)
-    given = model.given(transform) if images is None else model.needed(transform)
+    given: Any = model.given(transform) if images is None else model.needed(transform)
     with imports_of_command():
         from lightning_retrieval.distributed import rank
         from lightning_retrieval.search.commands.index import has_threshold, index_embeddings, index_images, summary
@@ -419,6 +418,8 @@ def adapt(
 def _check_index(index: Path, store: str | None) -> None:
     """Raise unless there is an index; what a store holds is known when it is opened."""
     if store is None:
+        from lightning_retrieval.search.formats import INDEX  # needs more modules than help should wait for
+
         INDEX.check_exists(index)
 
 

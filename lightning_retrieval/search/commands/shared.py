@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.invalid import InvalidValue
@@ -61,7 +62,7 @@ class ModelOptions:
     preparation: dict[str, Any] | None = None
     import_module: Sequence[str] = ()
 
-    def given(self, transform: str | None = None) -> Any:
+    def given(self, transform: str | None = None) -> Path | PretrainedBackbone | None:
         """The checkpoint or the `PretrainedBackbone` that the user has given; None without one.
 
         Raises:
@@ -93,7 +94,7 @@ class ModelOptions:
             raise InvalidValue(rule, argument=names[2])
         return PretrainedBackbone(self.backbone, self.weights, self.image_size, self.preparation)
 
-    def needed(self, transform: str | None = None) -> Any:
+    def needed(self, transform: str | None = None) -> Path | PretrainedBackbone:
         """The same model; raises if there is none."""
         given = self.given(transform)
         if given is None:
