@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import first_of, short_repr
 from lightning_retrieval.datamodules.image_index import ImageIndex
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
 from lightning_retrieval.paths import check_path
@@ -50,8 +50,8 @@ class ImageSet(Dataset[dict[str, Any]]):
             `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
             box becomes smaller than this size, see `Preparation(reduced_scale=True)`. `short_side` is the length to
             which the function resizes the short side; an image that is too thin for it counts as undecodable. Random
-            numbers are determined by the seed that `RetrievalDataLoader` gives each index, whether it draws them from
-            the global generators of torch, Python and NumPy, from generators of its own, or by albumentations.
+            numbers from the global generators of torch, Python and NumPy, and those of albumentations, are determined
+            by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
@@ -99,9 +99,6 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.boxes_before_rotation = boxes_before_rotation
         self._gives_uint8 = False
         self._positions = range(len(index))
-        # The generators that the transform itself has, and the transform in which they were looked for.
-        self._generators: list[Any] = []
-        self._searched: Any = None
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
 
     # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
@@ -170,10 +167,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        if isinstance(index, SeededIndex) and self._searched is not self.transform.current:
-            self._searched = self.transform.current
-            self._generators = own_generators(self._searched)
-        with seeded_item(index, self._generators):
+        with seeded_item(index):
             images = self.transformed(image)
         return self._item(position, images)
 
