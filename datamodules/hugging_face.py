@@ -17,7 +17,7 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.image_table import paths_in_root
 from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
-from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.datamodules.table_file import PARQUET_SUFFIXES, composed
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
@@ -42,10 +42,8 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         ValueError: if the data set cannot be read.
     """
     datasets = _import_datasets()
-    local = check_path("path", path, owner=OWNER)
-    looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
-    if looks_local and not local.exists():
-        raise MissingFile("must be an existing folder or file", OWNER, "path", got=path)
+    looks_local = path.startswith((".", "~")) or Path(path).is_absolute() or path.lower().endswith(PARQUET_SUFFIXES)
+    local = check_path("path", path, owner=OWNER, exists=looks_local)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             found = datasets.load_from_disk(str(local))

@@ -345,9 +345,6 @@ class ImageTable(ImageDataModule):
         return number_splits(splits, name_of_class=str if is_labelled else None)
 
     def _table_path(self) -> Path:
-        path = self.table
-        if (self.root / self.table).exists() or not self.table.is_file():
-            path = find_file(self.root, str(self.table), argument="table")
-        if path.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {path}")
-        return path
+        if self.table.is_file() and not (self.root / self.table).exists():
+            return self.table
+        return find_file(self.root, str(self.table), argument="table")

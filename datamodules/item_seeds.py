@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_tensor, is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 
+
 def as_array(name: str, values: Any) -> NDArray[Any]:
     """Convert anything to an array; the caller checks dtype and shape.
 

@@ -43,6 +43,8 @@ def read_table(
         ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
             row, or, in a CSV file, a row has another number of fields than the header or a value has several lines.
     """
+    if path.is_dir():
+        raise InvalidValue(f"{path} must be a CSV or Parquet file", got="a folder")
     is_parquet = path.suffix.lower() in PARQUET_SUFFIXES
     found = _opened_parquet(path) if is_parquet else read_csv(path, table_format.delimiter)
     names = list(found.schema_arrow.names if is_parquet else found.column_names)

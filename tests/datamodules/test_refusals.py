@@ -152,7 +152,7 @@ TABLE = {
     ],
     "ImageTable": [
         (lambda: ImageTable(".", "gone.csv").splits, MissingFile, "root"),
-        (lambda: ImageTable("/", ".").splits, InvalidValue, "table"),
+        (lambda: ImageTable("/", ".").splits, InvalidValue, "", "a folder"),
         (lambda: table("").splits, InvalidValue, "", "images.csv"),
         (lambda: table("path,class\na.jpg,1\n").splits, InvalidValue, "", "lacks image"),
         (lambda: table("a.jpg,1\nb.jpg,2\n").splits, InvalidValue, "", "lacks image"),
