@@ -24,7 +24,7 @@ from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.loading import CheckpointedDataModule
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.random_state import seed_or_default
 
@@ -200,7 +200,8 @@ class BoxSet(Dataset[Item]):
             with open_image(path) as file:
                 pixels = functional.pil_to_tensor(to_rgb(file))
         except FileNotFoundError:
-            raise MissingFile(f"cannot read the image {path}, which does not exist", "BoxSet") from None
+            rule = f"cannot read the image {path}, which does not exist"
+            raise MissingFile(rule, "BoxSet", cure=cure_of_missing(path)) from None
         except Exception as error:  # Pillow raises errors of many types
             if is_system_error(error):
                 raise
