@@ -4,7 +4,7 @@ The data set is on the hub, in a folder that `save_to_disk` has written, or in P
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, splits_by_use
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.image_table import paths_in_root
@@ -25,7 +25,6 @@ from lightning_retrieval.paths import check_path
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
-_VALIDATION_NAMES = ("validation", "valid", "dev")  # names that data sets on the hub give to the split "val"
 
 
 def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class HuggingFaceImages(ImageDataModule):
         category_column: the column of coarser classes, for `sampler="category"`; None for no categories.
         tag_column: the column of tags, lists of text or of integers, for the rule `SharedTags`; None for no tags.
         split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
-            splits are used under their own names, except that `"validation"` becomes `"val"`.
+            splits are used under their own names, but for usual ones such as `"validation"`, which becomes `"val"`.
         test_fraction: fraction of the classes of all used splits, between 0 and 1, that form the test set. If None, the
             data set's splits are used as they are. If there is only one split, and `split_names` does not assign it to
             evaluation, None means that half of its classes form the test set.
@@ -332,7 +331,9 @@ class HuggingFaceImages(ImageDataModule):
         tables = {name: self._table(name) for name in self.tables}
         evaluation_only = self.split_names is not None and "train" not in self.split_names
         if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
-            splits = {use: tables[name] for use, name in (self.split_names or _splits_by_use(tables)).items()}
+            splits = {
+                use: tables[name] for use, name in (self.split_names or splits_by_use(tables, "split_names")).items()
+            }
         else:
             names = next(iter(tables.values())).columns
             joined = {name: [value for table in tables.values() for value in table[name]] for name in names}
@@ -367,17 +368,3 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     return dict(split_names)
-
-
-def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
-    """Map each use to the name of a split; raise if two splits have the same use."""
-    splits: dict[str, str] = {}
-    for name in names:
-        use = name
-        if name in _VALIDATION_NAMES:
-            use = "val"
-        if use in splits:
-            rule = f"must be given, because the splits {splits[use]!r} and {name!r} have the same use, {use!r}"
-            raise InvalidValue(rule, OWNER, "split_names")
-        splits[use] = name
-    return splits
