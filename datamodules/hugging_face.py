@@ -4,6 +4,7 @@ The data set is on the hub, in a folder that `save_to_disk` has written, or in P
 """
 
 import io
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -45,22 +46,46 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
     local = check_path("path", path, owner=OWNER, exists=looks_local)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
+            _check_files(local)
             found = datasets.load_from_disk(str(local))
-        elif local.is_file():
-            found = datasets.load_dataset("parquet", data_files=str(local))
-        elif local.is_dir():
-            found = datasets.load_dataset(str(local))
+        elif local.exists():
+            # Without the README.md of the folder, in which addresses and files elsewhere may stand.
+            files = str(local) if local.is_file() else _parquet_files(local)
+            found = datasets.load_dataset("parquet", data_files=files)
         else:
             found = datasets.load_dataset(path, config, revision=revision)
     except OSError as error:  # errors of the hub, such as a missing network, are also of this type
         rule = "must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the hub has"
         cure = "without a network, download it elsewhere, save it with save_to_disk, and give the folder"
         raise MissingFile(rule, OWNER, "path", got=f"{path} ({first_line(error)})", cure=cure) from error
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise InvalidValue("cannot be read", OWNER, "path", got=f"{path} ({first_line(error)})") from error
     if isinstance(found, Mapping):
         return dict(found)
     return {"train": found}
+
+
+def _check_files(folder: Path) -> None:
+    """Raise if what `save_to_disk` has written names files outside of the folder."""
+    splits = ["."]
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    names = list(splits)
+    for split in splits:
+        state = json.loads((folder / split / "state.json").read_bytes())
+        names += [file["filename"] for file in state["_data_files"]]
+    outside = list(filter(leaves_root, names))
+    if outside:
+        raise ValueError(f"it names the file {outside[0]!r} outside of the folder")
+
+
+def _parquet_files(folder: Path) -> dict[str, list[str]]:
+    """The Parquet files in a folder, by the split that is in their names."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    patterns = get_data_patterns(str(folder))
+    found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=[".parquet"])
+    return {str(split): list(map(str, files)) for split, files in found.items()}
 
 
 def _import_datasets() -> Any:
@@ -201,7 +226,8 @@ class HuggingFaceSet(ImageSet):
         **settings: Any,
     ) -> None:
         super().__init__(index, root, transform, **settings)
-        self.tables = dict(tables)
+        # Other columns may hold images, too, which `datasets` would open.
+        self.tables = {name: table.select_columns([image_column]) for name, table in tables.items()}
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
@@ -216,13 +242,19 @@ class HuggingFaceSet(ImageSet):
             raise ValueError("the row has no image")
         if image["bytes"] is not None:
             return io.BytesIO(image["bytes"])
-        if not self.root.exists():  # of the hub, whose files are in its cache
-            return Path(image["path"])
-        folder = self.root.parent if self.root.is_file() else self.root
-        (path,) = paths_in_root([image["path"]], folder)
-        if leaves_root(path):
-            raise ValueError(f"its path {path!r} leads out of the folder of the data set")
-        return folder / path
+        for folder in self._folders():
+            (path,) = paths_in_root([image["path"]], folder)
+            if not leaves_root(path):
+                return folder / path
+        raise ValueError(f"its path {image['path']!r} leads out of the folder of the data set")
+
+    def _folders(self) -> list[Path]:
+        """The folders in which files of images may lie."""
+        if self.root.exists():
+            return [self.root.parent if self.root.is_file() else self.root]
+        from datasets import config
+
+        return [Path(config.HF_DATASETS_CACHE), Path(config.HF_CACHE_HOME)]  # of data sets on the hub
 
 
 class HuggingFaceImages(ImageDataModule):

@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
-from lightning_retrieval.files import is_system_error
+from lightning_retrieval.files import is_system_error, leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.paths import check_path, cure_of_missing
@@ -75,6 +75,9 @@ class BoxIndex:
         if len(paths) != len(objects):
             rule = "must have one entry for each path"
             raise InvalidValue(rule, "BoxIndex", "objects", got=f"{len(objects)} for {len(paths)} paths")
+        outside = list(filter(leaves_root, paths))
+        if outside:
+            raise InvalidValue("must lie inside the root", "BoxIndex", "paths", got=repr(outside[0]))
         self.paths = list(paths)
         self.class_names = list(class_names)
         images = [_image_objects(given) for given in objects]
