@@ -19,10 +19,10 @@ from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
-from lightning_retrieval.datamodules.loader import loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import evaluation_loader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.files import is_system_error, leaves_root
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 from lightning_retrieval.loading import CheckpointedDataModule
 from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
@@ -326,8 +326,9 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """A loader of the test set in order."""
         return self._evaluation_loader(self.test_set)
 
+    @owned
     def _evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings())
+        return evaluation_loader(dataset, self.eval_batch_size, **self._loader_settings())
 
     def _loader_settings(self) -> dict[str, Any]:
         return loader_settings(self.num_workers, pin_memory=self.pin_memory, collate_fn=collate_boxes)
