@@ -81,7 +81,7 @@ def _check_files(folder: Path) -> None:
 
 def _parquet_files(folder: Path) -> dict[str, list[str]]:
     """The Parquet files in a folder, by the split that is in their names."""
-    from datasets.data_files import DataFilesDict, get_data_patterns
+    from datasets.data_files import DataFilesDict, get_data_patterns  # type: ignore[import-untyped]
 
     patterns = get_data_patterns(str(folder))
     found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=[".parquet"])
