@@ -122,3 +122,14 @@ def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch):
         index.save(tmp_path / "index")
         Embedder("glyph_net", 8).save_pretrained(tmp_path / "model")
     assert len(RetrievalIndex.load(tmp_path / "index")) == 2
+
+
+@pytest.mark.refusal
+@pytest.mark.posix
+def test_the_lock_of_a_folder_is_not_written_through_a_link(tmp_path):
+    built().save(tmp_path / "index")
+    (tmp_path / "index" / "lock").unlink(missing_ok=True)
+    (tmp_path / "index" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="lock"):
+        built().save(tmp_path / "index")
+    assert not (tmp_path / "elsewhere").exists()
