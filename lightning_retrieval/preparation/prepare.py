@@ -173,10 +173,11 @@ def open_image(file: Any) -> ImageFile.ImageFile:
 def _check_tiff(image: TiffImageFile) -> None:
     """Raise for a file of which Pillow would give a thumbnail, or other pixels than those in it."""
     tags = image.tag_v2
-    position = image.fp.tell()
-    image.fp.seek(8)
-    is_of_canon = image.fp.read(2) == CANON
-    image.fp.seek(position)
+    file: Any = image.fp
+    position = file.tell()
+    file.seek(8)
+    is_of_canon = file.read(2) == CANON
+    file.seek(position)
     if DNG_VERSION in tags or (SUB_FILES in tags and tags.get(SUBFILE_TYPE, 0) & 1) or is_of_canon:
         raise ValueError("it is a raw photograph, of which Pillow reads a thumbnail; convert it to JPEG or TIFF")
     bits, colours = tags.get(BITSPERSAMPLE, (1,)), tags.get(PHOTOMETRIC_INTERPRETATION)
