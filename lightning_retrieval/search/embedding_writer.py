@@ -4,11 +4,10 @@ Each process embeds the images of some of the missing files, and loads only thes
 """
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,15 +71,9 @@ class LoadedSet:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
-    def begin(self, ranges: Sequence[range], *, needs_ids: bool = False) -> None:
-        """Set the positions of the images whose embeddings will follow, in this order.
-
-        Args:
-            ranges: the positions.
-            needs_ids: whether a sampler chooses the images, so that only ids tell which images they are.
-        """
+    def begin(self, ranges: Sequence[range]) -> None:
+        """Set the positions of the images whose embeddings will follow, in this order."""
         self._expected: Iterator[int] = chain.from_iterable(ranges)
-        self._needs_ids = needs_ids
 
     def dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
@@ -95,14 +88,6 @@ class LoadedSet:
             if values is not None and len(values) != len(embeddings):
                 rule = f"must have one entry for each row of `embeddings` {tuple(embeddings.shape)}"
                 raise InvalidValue(rule, argument=name, got=tuple(values.shape))
-        if self._needs_ids and outputs.get("ids") is None:
-            raise InvalidValue(
-                "must return `ids`, the index of each image in the data set, if a sampler chooses the images or "
-                "their order",
-                argument="predict_step",
-                got="none",
-                cure="let the batches hold ids, or leave out `sampler` and `shuffle`",
-            )
         dim: int = embeddings.shape[1]
         return dim
 
@@ -111,15 +96,15 @@ class LoadedSet:
         embeddings = kept_rows(outputs["embeddings"].float()).cpu()
         count = len(embeddings)
         ids = outputs.get("ids")
-        if ids is None:
-            self._expected, ahead = tee(self._expected)
-            ids = torch.tensor(list(islice(ahead, count)))
-        ids = kept_integers(ids).cpu()
         labels = _label_texts(outputs.get("labels"), self.index, count)
         if self.index is None:
             positions = list(islice(self._expected, count))
-            collector.add(positions, ShardRows(ids.numpy(), embeddings.numpy(), [""] * count, labels))
+            if ids is None:
+                ids = torch.tensor(positions)
+            rows = ShardRows(kept_integers(ids).cpu().numpy(), embeddings.numpy(), [""] * count, labels)
+            collector.add(positions, rows)
             return
+        ids = kept_integers(ids).cpu()
         skipped = set(self.dataset.skipped)
         for row, position in enumerate(ids.tolist()):
             path = self.index.paths[position]
@@ -143,8 +128,7 @@ class LoadedSet:
             path = self.index.paths[between]
             if path not in skipped:
                 rule = "images must come in the order of their ids"
-                got = f"{position} instead of {between}"
-                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle, and gives all images")
+                raise InvalidValue(rule, got=f"{position} instead of {between}")
             collector.add_unreadable(between, path, "skipped by the data module")
 
 
@@ -219,7 +203,7 @@ KEPT = (
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards.
+    """Whether a loader yields all images of a data set once and in order.
 
     In a prediction, Lightning ignores `drop_last` of a plain `DataLoader`.
     """
@@ -229,15 +213,6 @@ def is_in_order(loader: Any) -> bool:
         return False
     batches = loader.batch_sampler
     return type(batches) is BatchSampler and type(loader.sampler) is SequentialSampler
-
-
-def draws_images(loader: Any) -> bool:
-    """Whether a loader's sampler chooses images or their order, so that positions are not those of the data set."""
-    if hasattr(getattr(loader, "batch_sampler", None), "draws_classes"):
-        return True
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return not isinstance(loader.sampler, SequentialSampler)
 
 
 class ShardLoader:
@@ -285,7 +260,7 @@ def wait_for_other_processes() -> None:
 
 
 class EmbeddingWriter(Callback):
-    """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
+    """Writes the outputs of `predict_step` to a folder of Parquet files, instead of keeping them in memory.
 
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
     complete. If there are several prediction sets, each set gets a subfolder with the name or the number of the set.
@@ -298,30 +273,27 @@ class EmbeddingWriter(Callback):
         output: folder of the embeddings; if None, the folder `embeddings` in the folder of the run. The folder must be
             new, or begun with the same model and images. Existing files are written again only if the size or the
             modification time of one of their images has changed.
-        file_format: `"parquet"`, or `"npy"` with a JSON file for each .npy file.
         shard_size: number of images per file, >= 1.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`; `"float16"` takes half the space.
 
     Raises:
         ValueError: if an argument is out of its range. The error is also raised on all processes when the prediction
             begins: if the folder holds embeddings of another model or of other images, a damaged file or unrelated
-            files; if processes have different images; or if there are several processes and the loader does not yield
-            all images in order. It is raised for a batch if the number of ids or of labels is not the number of
-            embeddings, or if images do not come in the order of their ids.
+            files; if processes have different images; or if the loader does not yield all images in order. It is raised
+            for a batch if the number of ids or of labels is not the number of embeddings.
         TypeError: if `predict_step` does not return a dict with `embeddings`.
         ConnectionError: at the end, if another process has ended early or is late.
 
     Example:
         >>> import pytorch_lightning as pl, torch
-        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss
+        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss, read_embeddings
         >>> from lightning_retrieval.callbacks import EmbeddingWriter
         >>> module = RetrievalModule(torch.nn.Linear(8, 4), SmoothAPLoss())
         >>> loader = torch.utils.data.DataLoader(torch.randn(10, 8), batch_size=4)
         >>> quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("embeddings", file_format="npy"), **quiet)
+        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("embeddings"), **quiet)
         >>> trainer.predict(module, loader, return_predictions=False)
-        >>> import numpy as np
-        >>> np.load("embeddings/part-00000.npy").shape
+        >>> read_embeddings("embeddings").embeddings.shape
         (10, 4)
 
     Cost:
@@ -330,23 +302,21 @@ class EmbeddingWriter(Callback):
 
     Relations:
         `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
-        data module. `lightning-retrieval index --embeddings` builds an index of the folder. A loader that does not
-        yield all images in order, or `limit_predict_batches`, needs a single process; the images of existing files are
-        then embedded again, but the files are not written again.
+        data module. `read_embeddings` returns them as arrays, and `lightning-retrieval index --embeddings` builds an
+        index of them. To embed a part of the images, predict with a `Subset`: with a sampler, or with the Trainer's
+        `limit_predict_batches`, the images of a file would not be known before they are embedded.
     """
 
     def __init__(
         self,
         output: str | Path | None = None,
         *,
-        file_format: Literal["parquet", "npy"] = "parquet",
         shard_size: PositiveInt = SHARD_SIZE,
         dtype: Literal["float32", "float16"] = "float32",
     ) -> None:
         self.output: Path | None = None
         if output is not None:
             self.output = check_path("output", output, owner=OWNER)
-        self.file_format = checked(self, file_format=file_format)
         self.shard_size = checked(self, shard_size=shard_size)
         self.dtype = checked(self, dtype=dtype)
         self.written = 0
@@ -431,32 +401,28 @@ class EmbeddingWriter(Callback):
                 cure="predict with the data module of the candidates, and embed queries with `lightning-retrieval "
                 "embed --side queries`",
             )
-        is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
+        if not is_in_order(loader) or trainer.limit_predict_batches != 1.0:
+            limit, sampler = trainer.limit_predict_batches, type(getattr(loader, "sampler", None)).__name__
+            raise InvalidValue(
+                "the loader must be a DataLoader of a map-style data set that gives all images in order, without "
+                "`sampler`, `shuffle` or `limit_predict_batches`",
+                got=f"{type(loader).__name__} with {sampler} and limit_predict_batches={limit}",
+                cure="give a Subset to embed a part of the images",
+            )
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(loader.dataset, about)
-        shared = share_folder(
-            self._folder(trainer) / name, lambda: self._manifest(trainer, loader, images), images.image_files
-        )
+        shared = share_folder(self._folder(trainer) / name, lambda: self._manifest(trainer, images), images.image_files)
         self._begun.append(_BegunSet(shared, images))
-        if not is_distributed:
-            images.begin([range(shared.folder.manifest.images)], needs_ids=draws_images(loader))
-            return loader
         ranges = list(shared.ranges)
         images.begin(ranges)
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
-    def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
-        if self.file_format == "parquet" and images.index is not None:
-            check_unicode(images.index.paths)
-            check_unicode(images.index.names or ())
-        if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
-            raise InvalidValue(
-                "with several processes, the loader must be a DataLoader of a map-style data set that gives all "
-                "images in order, without `sampler`, `shuffle` or `limit_predict_batches`",
-                cure="or set devices=1 and num_nodes=1",
-            )
-        count = _number_of_images(loader, trainer.limit_predict_batches)
+    def _manifest(self, trainer: pl.Trainer, images: LoadedSet) -> EmbeddingManifest:
+        """The manifest of the folder; raises if the files cannot hold a path or a label."""
+        if images.index is not None:
+            check_unicode("paths", images.index.paths)
+            check_unicode("labels", images.index.names or ())
+        count = len(images.dataset)
         return EmbeddingManifest(
             images=count,
             images_sha256=digest_of_list(images.fields(count)),
@@ -464,7 +430,6 @@ class EmbeddingWriter(Callback):
             preparation=images.about["preparation"],
             dim=0,  # not known before the first batch
             shard_size=self.shard_size,
-            file_format=self.file_format,
             dtype=self.dtype,
             precision=str(trainer.precision),
             about=images.about,
@@ -511,20 +476,3 @@ class _BegunSet:
         if self.collector is not None:
             self.images.finish(self.collector)
             self.collector.finish()
-
-
-def _number_of_images(loader: Any, limit: float) -> int:
-    """Number of images that the loader yields, limited by `limit_predict_batches`."""
-    try:
-        images = len(loader.dataset)
-    except TypeError:
-        rule = f"the prediction set must have a length, which {type(loader.dataset).__name__} has not"
-        raise InvalidType(rule, cure="use a map-style data set") from None
-    batch_size = loader.batch_size
-    if batch_size is None:
-        return images
-    batches: float = limit
-    if isinstance(limit, float):
-        images = min(images, len(loader.sampler))
-        batches = int(math.ceil(images / batch_size) * limit)  # not len(loader): Lightning ignores drop_last here
-    return int(min(images, batches * batch_size))

@@ -68,22 +68,12 @@ class ShardCollector:
         self._missing = set(missing)
         self._image_files = image_files or {}
         self._shard: int | None = None
-        self._last = -1  # position of the last row
         self._clear()
 
     def add(self, positions: Sequence[int], rows: ShardRows) -> None:
-        """Add rows. Their positions in the list of images must ascend, also from call to call.
-
-        Raises:
-            ValueError: if the positions do not ascend.
-        """
+        """Add rows. Their positions in the list of images must ascend, also from call to call."""
         for row, position in enumerate(positions):
-            if position <= self._last:  # checked before `_enter_shard_of` writes the current shard
-                rule = "images must come in the order of their ids"
-                got = f"{position} after {self._last}"
-                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle")
             self._enter_shard_of(position)
-            self._last = position
             self._rows.append((rows.ids[row], rows.embeddings[row], rows.paths[row], rows.labels[row]))
             self._finish_if_complete()
 

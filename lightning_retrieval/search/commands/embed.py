@@ -37,7 +37,6 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.options import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
-    FILE_FORMATS,
     SHARD_SIZE,
     EmbeddingFolder,
     EmbeddingManifest,
@@ -174,9 +173,9 @@ def _summary(done: EmbeddedFolder) -> str:
     renewed = ""
     if done.renewed > 0:
         renewed = f"; made again, because images in them have changed: {done.renewed}"
-    files = f"{shards} {manifest.file_format} files"
+    files = f"{shards} Parquet files"
     if shards == 1:
-        files = f"1 {manifest.file_format} file"
+        files = "1 Parquet file"
     return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
 
 
@@ -190,7 +189,6 @@ def embed_images(
     columns: ColumnNames = None,
     delimiter: str = ",",
     transform: str | None = None,
-    file_format: Literal["parquet", "npy"] = "parquet",
     shard_size: int = SHARD_SIZE,
     dtype: Literal["float32", "float16"] = "float32",
     batch_size: int = 32,
@@ -201,7 +199,7 @@ def embed_images(
     precision: str = PRECISIONS[0],
     side: Side = "candidates",
 ) -> EmbeddedFolder:
-    """Embed images or texts into a folder of Parquet or .npy files. Existing files are kept.
+    """Embed images or texts into a folder of Parquet files. Existing files are kept.
 
     With several devices or nodes, Lightning Fabric starts a process for each device, and each process calls this
     function again. Each process embeds the images of whole files. The files therefore do not depend on the number of
@@ -216,7 +214,6 @@ def embed_images(
         columns: the names of a table's columns, if they differ, as for `ImageTable`.
         delimiter: the character that separates the fields of a CSV file.
         transform: as for `index_images`.
-        file_format: `"parquet"` or `"npy"`.
         shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`.
         batch_size: number of images embedded at a time.
@@ -237,7 +234,6 @@ def embed_images(
     Cost:
         Memory in each process for the embeddings of one shard and for the list of images.
     """
-    check_choice("file_format", file_format, FILE_FORMATS)
     check_choice("dtype", dtype, DTYPES)
     check_choice("precision", precision, PRECISIONS)
     check_choice("side", side, SIDES)
@@ -255,8 +251,7 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root, table_format)
         about = {**about, "side": side}
-    if file_format == "parquet":
-        check_unicode(listed.paths)
+    check_unicode("paths", listed.paths)
     fabric = new_fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
     launch(fabric)
     embedder = embedder.on(str(fabric.device))
@@ -267,7 +262,6 @@ def embed_images(
         preparation=about["preparation"],
         dim=embedder.dim(),
         shard_size=shard_size,
-        file_format=file_format,
         dtype=dtype,
         precision=str(fabric.strategy.precision.precision),
         about={**about, "images": name_folder(listed.root)},

@@ -200,9 +200,6 @@ def _add_embed_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_table(parser)
     parser.add_argument(
-        "--format", dest="file_format", choices=("parquet", "npy"), default="parquet", help="default parquet"
-    )
-    parser.add_argument(
         "--shard_size",
         type=int,
         default=10_000,
