@@ -266,7 +266,6 @@ class RetrievalEvaluation(Callback):
         with reported_as(type(self).__name__):  # invalid settings raise now, and not in the first evaluation
             metrics = RetrievalMetrics(DEFAULT_KS if ks is None else ks, map_ks, **given)
         self.ks = None if ks is None else metrics.ks
-        self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -283,7 +282,6 @@ class RetrievalEvaluation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.best = {}  # a resumed run loads its best values later
-            self._with_smaller_ks = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _check_has_batches("val", trainer.val_dataloaders)
@@ -433,16 +431,9 @@ class RetrievalEvaluation(Callback):
         if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
             return values
         for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-            fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
-            large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
-            left_out = {prefix + name for name in large} - _monitored_by(trainer)
+            large = {f"{prefix}R@{k}" for k in DEFAULT_KS if k > max(images, 1)}
+            left_out = large - _monitored_by(trainer)
             values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
-            if left_out and images > 0 and prefix not in self._with_smaller_ks:
-                self._with_smaller_ks.add(prefix)
-                rank_zero_info(
-                    f"RetrievalEvaluation: the longest list of {prefix} has {images} image{'s' * (images > 1)}, so it "
-                    f"logs {' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
-                )
         return values
 
     def _has_default_ks(self, metrics: EmbeddingMetric) -> bool:
@@ -455,8 +446,6 @@ class RetrievalEvaluation(Callback):
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
             results.update(self._values_of(evaluation_set, pl_module.trainer))
-            if not self._has_default_ks(evaluation_set.metrics):
-                _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
@@ -528,19 +517,6 @@ def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
     if metrics.reverse:
         ranked[f"{prefix}{REVERSE}"] = metrics.ranked_queries
     return ranked
-
-
-def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
-    metrics = evaluation_set.metrics
-    if not isinstance(metrics, RetrievalMetrics):
-        return
-    for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-        too_large = [f"R@{k}" for k in metrics.ks if k > images]
-        if too_large and images > 0:  # without any image, the values are NaN
-            rank_zero_warn(
-                f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
-                f"{images}, so they are 1; give smaller `ks`."
-            )
 
 
 def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:

@@ -4,7 +4,7 @@ Each process embeds the images of some of the missing files, and loads only thes
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -325,6 +325,7 @@ class EmbeddingWriter(Callback):
         """Number of these files that already existed, and were written again because images had changed."""
         self._begun: list[_BegunSet] = []
         self._current: _BegunSet | None = None
+        self._source: Any = None  # Lightning's source of the prediction loaders, until the prediction has ended
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make Lightning load only the images that this process embeds.
@@ -333,9 +334,9 @@ class EmbeddingWriter(Callback):
         """
         if stage != "predict":
             return
-        source = trainer.predict_loop._data_source
-        ask = partial(type(source).dataloader, source)
-        vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
+        loop: Any = trainer.predict_loop
+        self._source = loop._data_source
+        loop._data_source = _SharedLoaders(self._source, partial(self._distribute, trainer, pl_module))
 
     @owned_by(OWNER)
     def on_predict_batch_end(
@@ -443,11 +444,32 @@ class EmbeddingWriter(Callback):
 
     def _forget(self, trainer: pl.Trainer) -> None:
         """Restore the original loaders, release the locks of the folders, and drop rows that have not been written."""
-        vars(trainer.predict_loop._data_source).pop("dataloader", None)
+        if self._source is not None:
+            trainer.predict_loop._data_source = self._source
+        self._source = None
         for begun in self._begun:
             begun.shared.close()
         self._begun = []
         self._current = None
+
+
+@dataclass(frozen=True)
+class _SharedLoaders:
+    """Gives the prediction loop loaders of the images that this process embeds, in place of those of all images.
+
+    Args:
+        source: Lightning's source of the loaders.
+        distribute: replaces the loaders.
+    """
+
+    source: Any
+    distribute: Callable[[Any], Any]
+
+    def dataloader(self) -> Any:
+        return self.distribute(self.source.dataloader())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 @dataclass
