@@ -134,16 +134,13 @@ def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def worse_than_before(columns: Mapping[str, Mapping[str, float]], *, weights: str | None = None) -> str | None:
+def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return a warning with advice if training has made a network worse; None if it has not.
 
     Args:
         columns: the argument of `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
-        weights: the pretrained weights that training began with; None if there were none, or they are not known.
     """
     advice = "train for more epochs, try another learning rate, or begin with pretrained weights if it did not"
-    if weights is not None:
-        advice = "train for more epochs, or try another learning rate"
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
         after = round(trained[name], _DIGITS)
@@ -284,7 +281,6 @@ class RetrievalEvaluation(Callback):
             self.best = {}  # a resumed run loads its best values later
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit:
             return
         if trainer.global_step > 0:
@@ -294,7 +290,6 @@ class RetrievalEvaluation(Callback):
             )
             return
         loaders = find_test_loaders(trainer, pl_module)
-        _check_has_batches("test", loaders)
         if has_sharded_parameters(pl_module):  # whose weights cannot be replaced for an evaluation
             self._evaluate_untrained(trainer, pl_module, loaders)
         else:
@@ -335,13 +330,6 @@ class RetrievalEvaluation(Callback):
         log_best(trainer, self.best)
         self._print(trainer, "val")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The Trainer skips an evaluation without batches, and calls no other hook.
-        if stage == "validate":
-            _check_has_batches("val", trainer.val_dataloaders)
-        elif stage == "test":
-            _check_has_batches("test", trainer.test_dataloaders)
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._untrained = None
         self.sets = []
@@ -354,11 +342,9 @@ class RetrievalEvaluation(Callback):
         self.best = dict(state_dict.get("best", {}))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         self._create_sets("val", trainer.val_dataloaders, pl_module)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("test", trainer.test_dataloaders)
         self._create_sets("test", trainer.test_dataloaders, pl_module)
 
     def on_validation_batch_end(
@@ -460,27 +446,9 @@ class RetrievalEvaluation(Callback):
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
         print("\n" + results_table(columns, intervals), flush=True)
-        embedder = getattr(trainer.lightning_module, "embedder", None)
-        warning = worse_than_before(columns, weights=getattr(embedder, "weights", None))
+        warning = worse_than_before(columns)
         if warning is not None:
             print(f"\n{warning}", flush=True)
-
-
-def _check_has_batches(stage: str, loaders: Any) -> None:
-    """Raise if no batch of a set that has images is evaluated, because a batch has more images than the set.
-
-    Args:
-        stage: `val` or `test`.
-        loaders: the loader or loaders of the stage; None if nothing is evaluated.
-    """
-    if loaders is None:
-        return
-    for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
-        covered = what_is_lost(loader)
-        if sized_len(loader) == 0 and covered is not None:
-            rule = f"the loader of the {prefix.rstrip('/')} metrics must have a batch"
-            got = f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}"
-            raise InvalidValue(rule, "RetrievalEvaluation", got=got, cure="set drop_last=False")
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
