@@ -4,13 +4,13 @@ Each process embeds the images of some of the missing files, and loads only thes
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -51,7 +51,7 @@ class LoadedSet:
         self.dataset = dataset
         self.about = about
         self.index = _index_of(dataset)
-        self.begin([])
+        self._batches: Iterator[list[int]] = iter([])
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
         """Yield the path and the box of each image, or its position if the data set has no paths, and its label."""
@@ -71,9 +71,9 @@ class LoadedSet:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
-    def begin(self, ranges: Sequence[range]) -> None:
-        """Set the positions of the images whose embeddings will follow, in this order."""
-        self._expected: Iterator[int] = chain.from_iterable(ranges)
+    def begin(self, batches: Iterable[list[int]]) -> None:
+        """Set the positions of the images of each batch whose embeddings will follow."""
+        self._batches = iter(batches)
 
     def dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
@@ -93,43 +93,26 @@ class LoadedSet:
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
-        embeddings = kept_rows(outputs["embeddings"].float()).cpu()
-        count = len(embeddings)
-        ids = outputs.get("ids")
-        labels = _label_texts(outputs.get("labels"), self.index, count)
-        if self.index is None:
-            positions = list(islice(self._expected, count))
-            if ids is None:
-                ids = torch.tensor(positions)
-            rows = ShardRows(kept_integers(ids).cpu().numpy(), embeddings.numpy(), [""] * count, labels)
-            collector.add(positions, rows)
-            return
-        ids = kept_integers(ids).cpu()
-        skipped = set(self.dataset.skipped)
-        for row, position in enumerate(ids.tolist()):
-            path = self.index.paths[position]
-            if path in skipped:  # a black image, which replaces a batch without a readable image
-                continue
-            self._skip_to(position, skipped, collector)
-            part = slice(row, row + 1)
-            rows = ShardRows(ids[part].numpy(), embeddings[part].numpy(), [path], labels[part])
-            collector.add([position], rows)
-
-    def finish(self, collector: ShardCollector) -> None:
-        """Record the skipped images after the last row."""
+        positions = next(self._batches)
+        embeddings = kept_rows(outputs["embeddings"].float()).cpu().numpy()
+        labels = _label_texts(outputs.get("labels"), self.index, len(embeddings))
+        ids = np.array(positions, np.int64)
+        if outputs.get("ids") is not None:
+            ids = kept_integers(outputs["ids"]).cpu().numpy()
+        paths = [""] * len(ids)
+        unreadable: list[tuple[str, str]] = []
         if self.index is not None:
-            self._skip_to(None, set(self.dataset.skipped), collector)
-
-    def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
-        """Record the expected images before a position as unreadable; raise if one of these images was not skipped."""
-        for between in self._expected:
-            if between == position:
-                return
-            path = self.index.paths[between]
-            if path not in skipped:
-                rule = "images must come in the order of their ids"
-                raise InvalidValue(rule, got=f"{position} instead of {between}")
-            collector.add_unreadable(between, path, "skipped by the data module")
+            skipped = set(self.dataset.skipped)
+            # A batch without a readable image holds a black image, which has no row.
+            kept = [row for row, position in enumerate(ids.tolist()) if self.index.paths[position] not in skipped]
+            ids, embeddings, labels = ids[kept], embeddings[kept], [labels[row] for row in kept]
+            paths = [self.index.paths[position] for position in ids.tolist()]
+            of_batch = [self.index.paths[position] for position in positions]
+            unreadable = [(path, "skipped by the data module") for path in of_batch if path in skipped]
+        if len(ids) != len(embeddings) or len(ids) + len(unreadable) != len(positions):
+            rule = f"must have one row for each of the {len(positions)} images of a batch"
+            raise InvalidValue(rule, argument="embeddings", got=len(embeddings))
+        collector.add(positions[0], ShardRows(ids, embeddings, paths, labels, unreadable))
 
 
 def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
@@ -216,21 +199,20 @@ def is_in_order(loader: Any) -> bool:
 
 
 class ShardLoader:
-    """Loads only the images in some ranges of positions, with the settings of another loader.
+    """Loads only some images, with the settings of another loader.
 
     This class is not a `DataLoader`, because Lightning would replace the batch sampler of a `DataLoader`.
 
     Args:
         loader: a loader of all images, for which `is_in_order` is True.
-        ranges: positions of the images; no batch spans two ranges.
+        batches: positions of the images of each batch.
         has_length: whether `len` works; must be False if any process has no batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], ranges: Sequence[range], *, has_length: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], batches: RangeBatches, *, has_length: bool) -> None:
         self.dataset = loader.dataset
         self._has_length = has_length
         settings = {name: getattr(loader, name) for name in KEPT}
-        batches = RangeBatches(ranges, loader.batch_size or 1)
         self._loader = DataLoader(self.dataset, batch_sampler=batches, **settings)
 
     def __len__(self) -> int:
@@ -414,9 +396,9 @@ class EmbeddingWriter(Callback):
         images = LoadedSet(loader.dataset, about)
         shared = share_folder(self._folder(trainer) / name, lambda: self._manifest(trainer, images), images.image_files)
         self._begun.append(_BegunSet(shared, images))
-        ranges = list(shared.ranges)
-        images.begin(ranges)
-        return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
+        batches = RangeBatches(list(shared.ranges), loader.batch_size)
+        images.begin(batches)
+        return ShardLoader(loader, batches, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, images: LoadedSet) -> EmbeddingManifest:
         """The manifest of the folder; raises if the files cannot hold a path or a label."""
@@ -490,11 +472,10 @@ class _BegunSet:
         dim = self.images.dim_of(outputs)
         if self.collector is None:
             shared = self.shared
-            self.collector = ShardCollector(shared.begin(dim), shared.missing, shared.image_files)
+            self.collector = ShardCollector(shared.begin(dim), shared.image_files)
         self.images.collect(outputs, self.collector)
 
     def finish(self) -> None:
         """Write the last file."""
         if self.collector is not None:
-            self.images.finish(self.collector)
             self.collector.finish()

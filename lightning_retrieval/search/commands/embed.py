@@ -285,7 +285,7 @@ def _embed_missing(
         return digest_of_files(listed.files(positions))
 
     with closing(share_folder(output, lambda: manifest, image_files)) as shared:
-        collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
+        collector = ShardCollector(shared.begin(manifest.dim), shared.image_files)
         with fabric.autocast():
             for batch in _embedded(embedder, listed, list(shared.ranges)):
                 _collect(batch, listed, collector)
@@ -296,14 +296,14 @@ def _embed_missing(
 
 def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector: ShardCollector) -> None:
     """Pass the rows of a batch, and its unreadable images, to the collector."""
-    for image in batch.unreadable:
-        collector.add_unreadable(image.position, image.path, image.reason)
-    if batch.embeddings is None:
-        return
+    embeddings = np.zeros((0, collector.folder.manifest.dim), np.float32)
+    if batch.embeddings is not None:
+        embeddings = batch.embeddings.numpy()
     paths = [listed.paths[position] for position in batch.positions]
     labels = [listed.labels[position] for position in batch.positions]
-    ids = np.array(batch.positions, dtype=np.int64)
-    collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
+    unreadable = [(image.path, image.reason) for image in batch.unreadable]
+    first = [*batch.positions, *(image.position for image in batch.unreadable)][0]
+    collector.add(first, ShardRows(np.array(batch.positions, np.int64), embeddings, paths, labels, unreadable))
 
 
 def new_fabric(device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]) -> Fabric:

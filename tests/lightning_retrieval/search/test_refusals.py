@@ -200,13 +200,16 @@ TABLE = {
         (lambda: predict_beside("notes.txt"), InvalidValue, "output"),
         (lambda: predict("e", module=returning(torch.zeros(3, 4))), InvalidType, "predict_step"),
         (lambda: predict("e", module=returning({"embeddings": torch.zeros(3)})), InvalidValue, "embeddings"),
+        (lambda: predict("e", module=returning({"embeddings": torch.zeros(2, 4)})), InvalidValue, "embeddings"),
         (
             lambda: predict("e", module=returning({"embeddings": torch.zeros(3, 6), "labels": torch.zeros(2)})),
             InvalidValue,
             "labels",
         ),
         (
-            lambda: predict("e", module=returning({"embeddings": torch.full((3, 6), 1e5)}), dtype="float16"),
+            lambda: predict(
+                "e", module=returning({"embeddings": torch.full((3, 6), 1e5)}), dtype="float16", shard_size=3
+            ),
             InvalidValue,
             "dtype",
         ),
