@@ -250,8 +250,8 @@ class MilvusStore:
             name: letters, digits and `_`.
             dim: D, the dimension of an embedding, from 2 to 32,768.
             factory: type of Milvus' index with its build parameters: `"Flat"` is exact;
-                `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate. A server refuses a
-                type that it does not have; Milvus Lite logs an error, and searches exactly.
+                `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate. An unknown type is
+                an error of Milvus: of a server here, of Milvus Lite in `add`.
             parameters: search parameters: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
             about: plain values by name that are stored with the index, such as the checkpoint that made the embeddings.
             columns: names of the columns of metadata, each with `"text"` or `"number"`.
@@ -607,7 +607,8 @@ class MilvusStore:
 
             if self._file is not None:
                 import milvus_lite  # noqa: F401
-        logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs each error that it also raises
+        for package in ("pymilvus", "milvus_lite"):  # they log each error that they also raise, with its traceback
+            logging.getLogger(package).setLevel(logging.CRITICAL)
         token = os.environ.get("MILVUS_TOKEN", "")
         with _connecting:
             try:
@@ -720,13 +721,14 @@ class MilvusStore:
 
         While a thread of Milvus Lite writes a file of the index, loading may fail; then loading is tried again.
         """
-        for _ in range(LOADS - 1):
+        for attempt in range(1, LOADS + 1):
             try:
                 self._of_rows("load_collection")
                 return
-            except Failed:
-                time.sleep(BETWEEN_LOADS)
-        self._of_rows("load_collection")
+            except Failed as error:
+                if attempt == LOADS or "read error" not in str(error):
+                    raise
+            time.sleep(BETWEEN_LOADS)
 
     def _call(self, method: str, *args: Any, **settings: Any) -> Any:
         """Call a method of the client.
