@@ -285,8 +285,8 @@ class EmbeddingWriter(Callback):
     Relations:
         `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
         data module. `read_embeddings` returns them as arrays, and `lightning-retrieval index --embeddings` builds an
-        index of them. To embed a part of the images, predict with a `Subset`: with a sampler, or with the Trainer's
-        `limit_predict_batches`, the images of a file would not be known before they are embedded.
+        index of them. To embed a part of the images, predict with a `Subset`: with a sampler, the images of a file
+        would not be known before they are embedded. `limit_predict_batches` is right for the images of one file.
     """
 
     def __init__(
@@ -384,28 +384,40 @@ class EmbeddingWriter(Callback):
                 cure="predict with the data module of the candidates, and embed queries with `lightning-retrieval "
                 "embed --side queries`",
             )
-        if not is_in_order(loader) or trainer.limit_predict_batches != 1.0:
-            limit, sampler = trainer.limit_predict_batches, type(getattr(loader, "sampler", None)).__name__
-            raise InvalidValue(
-                "the loader must be a DataLoader of a map-style data set that gives all images in order, without "
-                "`sampler`, `shuffle` or `limit_predict_batches`",
-                got=f"{type(loader).__name__} with {sampler} and limit_predict_batches={limit}",
-                cure="give a Subset to embed a part of the images",
-            )
+        count = self._number_of_images(loader, trainer.limit_predict_batches)
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(loader.dataset, about)
-        shared = share_folder(self._folder(trainer) / name, lambda: self._manifest(trainer, images), images.image_files)
+        shared = share_folder(
+            self._folder(trainer) / name, lambda: self._manifest(trainer, images, count), images.image_files
+        )
         self._begun.append(_BegunSet(shared, images))
         batches = RangeBatches(list(shared.ranges), loader.batch_size)
         images.begin(batches)
         return ShardLoader(loader, batches, has_length=shared.every_rank_has_images)
 
-    def _manifest(self, trainer: pl.Trainer, images: LoadedSet) -> EmbeddingManifest:
+    def _number_of_images(self, loader: Any, limit: float) -> int:
+        """The number of images that are embedded; raises unless the images of each file are known before."""
+        if is_in_order(loader):
+            images = len(loader.dataset)
+            if isinstance(limit, float) and limit == 1:
+                return images
+            # Batches end where a file ends, so that in several files there are more batches than Lightning counts.
+            first = min(images, int(limit * loader.batch_size))
+            if isinstance(limit, int) and first <= self.shard_size:
+                return first
+        sampler = type(getattr(loader, "sampler", None)).__name__
+        raise InvalidValue(
+            "the loader must be a DataLoader of a map-style data set that gives all images in order, without `sampler` "
+            "or `shuffle`, and `limit_predict_batches` at most the number of batches of one file",
+            got=f"{type(loader).__name__} with {sampler} and limit_predict_batches={limit}",
+            cure="give a Subset to embed a part of the images",
+        )
+
+    def _manifest(self, trainer: pl.Trainer, images: LoadedSet, count: int) -> EmbeddingManifest:
         """The manifest of the folder; raises if the files cannot hold a path or a label."""
         if images.index is not None:
             check_unicode("paths", images.index.paths)
             check_unicode("labels", images.index.names or ())
-        count = len(images.dataset)
         return EmbeddingManifest(
             images=count,
             images_sha256=digest_of_list(images.fields(count)),

@@ -11,6 +11,7 @@ SMALL = [
     "--trainer.accelerator=cpu",
     "--trainer.limit_val_batches=2",
     "--trainer.limit_test_batches=2",
+    "--trainer.limit_predict_batches=2",
     "--trainer.enable_progress_bar=false",
     "--data.init_args.eval_batch_size=64",
 ]

@@ -10,12 +10,14 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from PIL import Image
+from torch.utils.data import Subset
 
-from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss, read_embeddings
+from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.commands.export import export_model
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, metrics_of, write_example
 from tests.lightning_retrieval.models.hugging_face_folders import write_folder
@@ -88,9 +90,9 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     if command == "predict":
         (run,) = tmp_path.glob("*/version_*/embeddings")
-        rows, test_set = read_embeddings(run), Glyphs().test_set
-        assert rows.ids.tolist() == list(range(len(test_set)))
-        images = torch.stack([image["images"] for image in test_set])
+        rows = EmbeddingFolder.load(run).read(0)
+        assert rows.ids.tolist() == list(range(128))
+        images = torch.stack([image["images"] for image in Subset(Glyphs().test_set, range(128))])
         module = RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).eval()
         torch.testing.assert_close(torch.from_numpy(rows.embeddings), module(images).detach(), rtol=0, atol=1e-5)
         return

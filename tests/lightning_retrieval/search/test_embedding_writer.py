@@ -61,10 +61,13 @@ def test_ids_need_not_be_positions(tmp_path):
     torch.testing.assert_close(torch.from_numpy(shards_of(tmp_path / "e")[1].embeddings), expected)
 
 
-def test_images_alone(tmp_path):
+def test_images_alone_and_a_limit_of_batches(tmp_path):
     predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3))
     stored = read_embeddings(tmp_path / "e")
     assert (stored.ids.tolist(), stored.paths, stored.labels) == (list(range(10)), [""] * 10, [None] * 10)
+    settings = {"trainer_settings": {"limit_predict_batches": 2}, "shard_size": 6}
+    predict(tmp_path / "f", DataLoader(IMAGES, batch_size=3), **settings)
+    assert ids_of(tmp_path / "f") == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_the_last_images_are_written_with_drop_last_too(tmp_path):
