@@ -18,8 +18,9 @@ from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.files import is_temporary, new_file, writing
-from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
@@ -63,7 +64,7 @@ def shrink_images(
     check_integer("size", size, 1, MOST_PIXELS)
     if workers is not None:
         check_integer("workers", workers, 1)
-    check_images_exist(images)
+    images, output = folder_of_images(images), check_path("output", output)
     if _is_inside(images, output) or _is_inside(output, images):
         rule = "must be a folder that is neither in the folder of the images nor around it"
         raise InvalidValue(rule, argument="output", got=output)

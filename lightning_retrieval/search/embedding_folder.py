@@ -26,7 +26,6 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    cure_of_other_form,
     delete_temporary_files,
     folder_lock,
     is_lock,
@@ -36,7 +35,7 @@ from lightning_retrieval.files import (
     writing,
 )
 from lightning_retrieval.invalid import InvalidValue, owned_by
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.formats import EMBEDDINGS
 
 DTYPES = ("float32", "float16")
@@ -238,6 +237,7 @@ class EmbeddingFolder:
             FileNotFoundError: if the folder holds no embeddings.
             ValueError: if its manifest is damaged, or a shard is missing.
         """
+        path = check_path("embeddings", path)
         folder = cls(path, _read_manifest(path))
         names = [folder._file(shard).name for shard in folder.missing()]
         if names:
@@ -541,7 +541,8 @@ def labelled_rows(
         found, given = list(map(labels.get, stored.paths)), "labels"
     unlabelled = [path for path, label in zip(stored.paths, found) if label is None]
     if labels is not None:
-        cure = cure_of_other_form(unlabelled, labels) or "add their rows to the table"
+        images = Path(str(folder.manifest.about.get("images")))
+        cure = cure_of_names(labels, stored.paths, images) or "add their rows to the table"
     if unlabelled or not found:
         got = f"{folder.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
         raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)

@@ -72,6 +72,15 @@ def needs_the_evaluation(kind):
 UNLABELLED = DataLoader([Points(3)[index] for index in range(27)], batch_size=9)
 ITEMS = DataLoader([{"images": torch.ones(4, 6), "labels": torch.tensor([0, 0, 1, 1])}], batch_size=None)
 
+
+def with_link(folder, name):
+    """A folder with a link that leads out of it."""
+    link = folder / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folder)
+    return folder / "run"
+
+
 TABLE = {
     "APMonitor": [
         needs_the_evaluation(APMonitor),
@@ -121,7 +130,16 @@ TABLE = {
     "SoftTripleLoss": [
         (lambda: begin(pml.SoftTripleLoss(num_classes=7, embedding_size=6)), InvalidValue, "embedding_size"),
     ],
-    "ResumableCSVLogger": [(lambda tmp_path: ResumableCSVLogger(file_at(tmp_path / "run")), InvalidValue, "folder")],
+    "ResumableCSVLogger": [
+        (lambda tmp_path: ResumableCSVLogger(file_at(tmp_path / "run")), InvalidValue, "folder"),
+        (
+            lambda tmp_path: ResumableCSVLogger(with_link(tmp_path, "metrics.csv")),
+            InvalidValue,
+            "folder",
+            "metrics.csv",
+        ),
+        (lambda tmp_path: ResumableCSVLogger(with_link(tmp_path, "a/b")), InvalidValue, "folder", "a/b"),
+    ],
     "RetrievalEvaluation": [
         (lambda: validate(RetrievalEvaluation((1,)), module=NoEmbeddings()), InvalidType, ""),
         (

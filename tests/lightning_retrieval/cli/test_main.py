@@ -55,13 +55,13 @@ json.dump(results, sys.stdout)
 WRONG = {
     "index --checkpoint no.ckpt --images photos --output new": "--checkpoint",
     "index --embeddings no --output new": "no",
-    "embed --checkpoint a.ckpt --images photos --output new --delimiter ;": "--delimiter",
-    "report --checkpoint a.ckpt --images photos --output new.txt": "--output",
-    "export --checkpoint a.ckpt --output new --int8": "--images",
+    "embed --checkpoint a.ckpt --images no --output new": "--images",
+    "report --checkpoint a.ckpt --images photos --output new --weights DEFAULT": "--weights",
+    "export --checkpoint a.ckpt --output new --input int8": "--input",
     "adapt --embeddings no --output new.ckpt": "no",
     "search --index no a.jpg": "no",
     "demo --index no": "no",
-    "shrink no small": "PHOTOS",
+    "shrink no small": "IMAGES",
     "check --data ImageFolder --root no": "--root",
     "fit --config no.yaml": "--config",
 }
@@ -95,7 +95,7 @@ def test_help_shows_the_options_of_classes(capsys):
     _, out, _ = run(capsys, "fit", "--model.help=lightning_retrieval.RetrievalModule")
     assert "--model.chunk_size" in out
     _, out, _ = run(capsys, "fit", "--data.help=lightning_retrieval.datamodules.CUB200")
-    assert re.search(r"^  --data.root\n(?:      .*\n)*      .*\(required\)$", out, flags=re.MULTILINE)
+    assert re.search(r"^  --data.root ROOT\s[^()]*\(required", out, flags=re.MULTILINE)
     _, out, _ = run(capsys, "check", "--data", "InShop", "--help")
     assert "--high_res" in out
     _, out, _ = run(capsys, "check", "--help")
@@ -221,6 +221,19 @@ def test_null_and_none_are_no_text(null, form, tmp_path, capsys, monkeypatch):
     code, _, _ = run(capsys, "check", "--data=Glyphs", *form.format("--cache_dir", null).split())
     assert code != 2  # 1 with fonts of another release of matplotlib
     assert not list(tmp_path.iterdir())  # no folder is named None
+
+
+def test_a_path_of_a_config_may_begin_with_the_home_folder(tmp_path, monkeypatch, capsys):
+    """Also that of a class of Lightning, which would use a folder that is called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "~/logs"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    args = ["--config=~/a.yaml", "--model=RetrievalModule", "--model.embedder=Embedder", "--data=Glyphs"]
+    code, printed, _ = run(capsys, "fit", *args, "--model.loss=LogRankLoss", "--run_folder=~/run", "--print_config")
+    config = yaml.safe_load(printed)
+    assert code == 0
+    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path / "logs")
+    assert config["run_folder"] == str(tmp_path / "run")
 
 
 def test_the_version_is_that_of_the_installed_package(capsys):
