@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import torch
 from index_memory import BLOCK_MIB, run_sampled, write_embeddings
+from numpy.typing import NDArray
 from timing import arguments, environment, interleaved, launcher_variables, peak_added_memory, report, run_processes
 from torch import Tensor
 
@@ -115,22 +117,28 @@ def measure(settings: tuple[str, str, int], rows: Tensor, queries: Tensor, repea
     }
 
 
+def vectors_of(file: Path) -> NDArray[np.float32]:
+    """The embeddings in a file of a folder."""
+    column = pyarrow.parquet.read_table(file, columns=["embedding"])["embedding"].combine_chunks()
+    return column.flatten().to_numpy().reshape(-1, DIM)  # type: ignore[no-any-return]
+
+
 def build_by_faiss(folder: Path, output: Path, factory: str) -> float:
     """Build an index on disk as faiss' documentation does; returns its recall."""
     import faiss
     from faiss.contrib.ondisk import merge_ondisk
 
     output.mkdir()
-    files = sorted(folder.glob("*.npy"))
+    files = sorted(folder.glob("*.parquet"))
     trained = faiss.index_factory(DIM, factory, faiss.METRIC_INNER_PRODUCT)
     of_each_file = -(-TRAINING_ROWS // len(files))
-    sample = [np.random.default_rng(0).choice(np.load(file), of_each_file, replace=False) for file in files]
+    sample = [np.random.default_rng(0).choice(vectors_of(file), of_each_file, replace=False) for file in files]
     trained.train(unit_rows(np.concatenate(sample)))
     names, rows = [], 0
     for first in range(0, len(files), FILES_OF_PART):
         part = faiss.clone_index(trained)
         for file in files[first : first + FILES_OF_PART]:
-            block = unit_rows(np.load(file))
+            block = unit_rows(vectors_of(file))
             part.add_with_ids(block, np.arange(rows, rows + len(block)))
             rows += len(block)
         names.append(str(output / f"part-{first}"))
@@ -156,7 +164,7 @@ def recall_by_faiss(index: Any, files: list[Path]) -> float:
     best, nearest = np.zeros((QUERIES, 0), np.float32), np.zeros((QUERIES, 0), np.int64)
     rows = 0
     for file in files:
-        block = unit_rows(np.load(file))
+        block = unit_rows(vectors_of(file))
         scores, ids = faiss.knn(queries, block, K + 1, metric=faiss.METRIC_INNER_PRODUCT)
         best, nearest = np.concatenate([best, scores], 1), np.concatenate([nearest, ids + rows], 1)
         order = np.argsort(-best, 1)[:, : K + 1]

@@ -134,16 +134,13 @@ def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def worse_than_before(columns: Mapping[str, Mapping[str, float]], *, weights: str | None = None) -> str | None:
+def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return a warning with advice if training has made a network worse; None if it has not.
 
     Args:
         columns: the argument of `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
-        weights: the pretrained weights that training began with; None if there were none, or they are not known.
     """
     advice = "train for more epochs, try another learning rate, or begin with pretrained weights if it did not"
-    if weights is not None:
-        advice = "train for more epochs, or try another learning rate"
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
         after = round(trained[name], _DIGITS)
@@ -266,7 +263,6 @@ class RetrievalEvaluation(Callback):
         with reported_as(type(self).__name__):  # invalid settings raise now, and not in the first evaluation
             metrics = RetrievalMetrics(DEFAULT_KS if ks is None else ks, map_ks, **given)
         self.ks = None if ks is None else metrics.ks
-        self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -283,10 +279,8 @@ class RetrievalEvaluation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.best = {}  # a resumed run loads its best values later
-            self._with_smaller_ks = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit:
             return
         if trainer.global_step > 0:
@@ -296,7 +290,6 @@ class RetrievalEvaluation(Callback):
             )
             return
         loaders = find_test_loaders(trainer, pl_module)
-        _check_has_batches("test", loaders)
         if has_sharded_parameters(pl_module):  # whose weights cannot be replaced for an evaluation
             self._evaluate_untrained(trainer, pl_module, loaders)
         else:
@@ -337,13 +330,6 @@ class RetrievalEvaluation(Callback):
         log_best(trainer, self.best)
         self._print(trainer, "val")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The Trainer skips an evaluation without batches, and calls no other hook.
-        if stage == "validate":
-            _check_has_batches("val", trainer.val_dataloaders)
-        elif stage == "test":
-            _check_has_batches("test", trainer.test_dataloaders)
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._untrained = None
         self.sets = []
@@ -356,11 +342,9 @@ class RetrievalEvaluation(Callback):
         self.best = dict(state_dict.get("best", {}))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         self._create_sets("val", trainer.val_dataloaders, pl_module)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("test", trainer.test_dataloaders)
         self._create_sets("test", trainer.test_dataloaders, pl_module)
 
     def on_validation_batch_end(
@@ -433,16 +417,9 @@ class RetrievalEvaluation(Callback):
         if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
             return values
         for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-            fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
-            large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
-            left_out = {prefix + name for name in large} - _monitored_by(trainer)
+            large = {f"{prefix}R@{k}" for k in DEFAULT_KS if k > max(images, 1)}
+            left_out = large - _monitored_by(trainer)
             values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
-            if left_out and images > 0 and prefix not in self._with_smaller_ks:
-                self._with_smaller_ks.add(prefix)
-                rank_zero_info(
-                    f"RetrievalEvaluation: the longest list of {prefix} has {images} image{'s' * (images > 1)}, so it "
-                    f"logs {' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
-                )
         return values
 
     def _has_default_ks(self, metrics: EmbeddingMetric) -> bool:
@@ -455,8 +432,6 @@ class RetrievalEvaluation(Callback):
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
             results.update(self._values_of(evaluation_set, pl_module.trainer))
-            if not self._has_default_ks(evaluation_set.metrics):
-                _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
@@ -471,27 +446,9 @@ class RetrievalEvaluation(Callback):
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
         print("\n" + results_table(columns, intervals), flush=True)
-        embedder = getattr(trainer.lightning_module, "embedder", None)
-        warning = worse_than_before(columns, weights=getattr(embedder, "weights", None))
+        warning = worse_than_before(columns)
         if warning is not None:
             print(f"\n{warning}", flush=True)
-
-
-def _check_has_batches(stage: str, loaders: Any) -> None:
-    """Raise if no batch of a set that has images is evaluated, because a batch has more images than the set.
-
-    Args:
-        stage: `val` or `test`.
-        loaders: the loader or loaders of the stage; None if nothing is evaluated.
-    """
-    if loaders is None:
-        return
-    for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
-        covered = what_is_lost(loader)
-        if sized_len(loader) == 0 and covered is not None:
-            rule = f"the loader of the {prefix.rstrip('/')} metrics must have a batch"
-            got = f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}"
-            raise InvalidValue(rule, "RetrievalEvaluation", got=got, cure="set drop_last=False")
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
@@ -528,19 +485,6 @@ def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
     if metrics.reverse:
         ranked[f"{prefix}{REVERSE}"] = metrics.ranked_queries
     return ranked
-
-
-def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
-    metrics = evaluation_set.metrics
-    if not isinstance(metrics, RetrievalMetrics):
-        return
-    for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-        too_large = [f"R@{k}" for k in metrics.ks if k > images]
-        if too_large and images > 0:  # without any image, the values are NaN
-            rank_zero_warn(
-                f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
-                f"{images}, so they are 1; give smaller `ks`."
-            )
 
 
 def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:

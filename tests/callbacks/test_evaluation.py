@@ -32,7 +32,6 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import APMonitor, LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.datamodules import PKSampler
-from lightning_retrieval.invalid import InvalidValue
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
 from tests.point_set import Points
@@ -200,18 +199,6 @@ class Stream(IterableDataset):
 )
 def test_a_loader_that_loses_nothing_does_not_warn(loader):
     assert evaluation_warnings(loader) == []
-
-
-@pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:Total length of .DataLoader. across ranks is zero")
-@pytest.mark.parametrize("stage", ["test", "fit"])
-def test_a_loader_that_drops_its_only_batch_ends_the_run_at_its_start(stage):
-    """For `fit` of the test set, which `before_fit` evaluates."""
-    module = PointsModule()
-    module.test_dataloader = lambda: DataLoader(POINTS, batch_size=24, drop_last=True)
-    run = make_trainer(RetrievalEvaluation(KS, before_fit=True), logger=False)
-    with pytest.raises(InvalidValue, match="0 of 23 images"):
-        getattr(run, stage)(module)
 
 
 # --- the test set before training

@@ -87,7 +87,7 @@ def test_all_commands_prepare_images_as_the_checkpoint_says(tmp_path, capsys):
     scores = dict(zip(paths, (expected @ expected[3]).tolist()))
     found = similarities(capsys, tmp_path / "images" / paths[3], tmp_path / "index", 6)
     assert found == pytest.approx(scores, abs=1e-5)
-    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
+    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model]
     assert command(capsys, "embed", *args)[0] == 0
     _, rows = embeddings_in(tmp_path / "rows")
     assert torch.allclose(torch.nn.functional.normalize(rows, dim=1), expected, atol=1e-5)
@@ -294,16 +294,15 @@ def test_several_processes_write_the_index_of_one(embeddings, tmp_path, run_proc
 
 
 def test_damaged_missing_and_foreign_files_of_embeddings_are_not_indexed(embeddings, tmp_path, capsys):
-    folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.npy"
+    folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.parquet"
     shutil.copytree(embeddings, folder)
     args = ["index", f"--embeddings={folder}", f"--output={tmp_path / 'index'}"]
     content = bytearray(bad.read_bytes())
     content[-1] ^= 1
     bad.write_bytes(content)
-    assert "part-00001.npy" in run(capsys, *args)[2]
-    shutil.copy(embeddings / "part-00000.npy", bad)
-    shutil.copy(embeddings / "part-00000.json", bad.with_suffix(".json"))
-    assert "part-00001.npy" in run(capsys, *args)[2]
+    assert "part-00001.parquet" in run(capsys, *args)[2]
+    shutil.copy(embeddings / "part-00000.parquet", bad)
+    assert "part-00001.parquet" in run(capsys, *args)[2]
     bad.unlink()
     assert "1 of its 3" in run(capsys, *args)[2]
     shutil.copytree(embeddings, folder, dirs_exist_ok=True)
