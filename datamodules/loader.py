@@ -62,7 +62,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         self.set_position(epoch, start)
 
     def set_position(self, epoch: int, start: int) -> None:
-        """Make iterations of `epoch` begin at batch `start`."""
+        """Make iterations of `epoch` begin at batch `start`; after its last batch, the next epoch follows."""
         epoch = check_integer("epoch", epoch, 0, owner="RetrievalDataLoader")
         start = check_integer("start", start, 0, owner="RetrievalDataLoader")
         if start > len(self):
@@ -70,6 +70,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
             cure = "resume with the labels and the sampler that the position was saved with"
             raise InvalidValue(rule, "RetrievalDataLoader", "start", got=f"{start} for {len(self)} batches", cure=cure)
         self.batch_sampler.set_epoch(epoch)
+        self.batch_sampler.has_begun = start == len(self)
         self.start_epoch = epoch
         self.start = start
         self.next_batch = start  # index of the batch after the last batch that the loader has returned
@@ -88,11 +89,13 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
+        self.next_batch = self.first_batch
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[SeededIndex]]:
+        self.set_epoch(self.batch_sampler.next_epoch)
         seed, epoch = self.batch_sampler.seed, self.batch_sampler.epoch
         world = world_size()
         this_rank = rank()
@@ -213,8 +216,9 @@ class RetrievalDataLoader(DataLoader[Any]):
     rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins. The
     indices passed to the dataset carry a seed, see `item_generator`.
 
-    The workers do not start before the first batch is requested. So `set_epoch` takes effect even after `iter(loader)`,
-    when Lightning first calls `set_epoch`.
+    Each new iteration is one epoch later than the one before, unless `set_epoch` is called. The workers do not start
+    before the first batch is requested. So `set_epoch` takes effect even after `iter(loader)`, when Lightning first
+    calls `set_epoch`.
 
     Args:
         dataset: a map-style dataset.
@@ -236,8 +240,10 @@ class RetrievalDataLoader(DataLoader[Any]):
         >>> from lightning_retrieval.datamodules import PKSampler
         >>> sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
         >>> loader = RetrievalDataLoader(range(6), sampler)
-        >>> [batch.tolist() for batch in loader] == list(sampler)
-        True
+        >>> first, second = ([batch.tolist() for batch in loader] for epoch in range(2))
+        >>> sampler.set_epoch(1)
+        >>> second == list(sampler), second == first
+        (True, False)
 
     Relations:
         `len` is the number of batches of a full epoch on each rank, even if the epoch begins at `start`, because
@@ -292,7 +298,6 @@ class RetrievalDataLoader(DataLoader[Any]):
         self._rank_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._rank_sampler.next_batch = self._rank_sampler.first_batch
         for batch in super().__iter__():
             self._rank_sampler.next_batch += 1
             yield batch

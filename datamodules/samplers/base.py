@@ -116,9 +116,15 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
             single image are skipped, because that image has no positive; one warning gives their number.
         seed: an integer >= 0. The seed and the epoch determine every batch.
 
+    Attributes:
+        epoch: the epoch of the latest iteration, or the one that `set_epoch` has set since.
+        has_begun: whether an iteration of `epoch` has begun.
+
     Raises:
         TypeError: if the labels or the seed are not integers.
         ValueError: if the labels are empty or not one-dimensional, or no class has two images.
+
+    Each new iteration is one epoch later than the one before, unless `set_epoch` is called, as Lightning and Fabric do.
 
     Relations:
         `RetrievalDataLoader` compares the labels of the first batch with these labels. If they differ, the loader
@@ -134,6 +140,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def __init__(self, labels: Labels, *, seed: Seed = 0) -> None:
         self.seed = checked(self, seed=seed)
         self.epoch = 0
+        self.has_begun = False
         self.images: Integers
         with owned_by(self.name):
             array = integer_array("labels", labels)
@@ -203,6 +210,12 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""
         self.epoch = check_integer("epoch", epoch, 0, owner=self.name)
+        self.has_begun = False
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch whose batches the next iteration yields."""
+        return self.epoch + self.has_begun
 
     @abstractmethod
     def __len__(self) -> int:
@@ -216,6 +229,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.epoch = self.next_epoch
+        self.has_begun = True
         for batch in self.draw(np.random.default_rng((self.seed, self.epoch))):
             yield batch.tolist()
 

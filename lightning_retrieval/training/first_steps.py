@@ -399,14 +399,16 @@ def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
 def warn_of_epoch(module: Any) -> None:
     """Warn if a sampler inside of a user's own loader or sampler was not told the epoch, so that it repeats batches.
 
+    The samplers of this library count the epochs themselves, and need to be told that of a resumed run.
+
     Args:
         module: a `RetrievalModule` in a run whose epoch begins.
     """
     parts: list[Any] = CombinedLoader(module.trainer.train_dataloader, "sequential").flattened
     for _ in range(3):
         parts = [value for part in parts for value in (part, *getattr(part, "__dict__", {}).values())]
-    epochs = {getattr(part, "epoch", module.current_epoch) for part in parts if isinstance(part, Sampler)}
-    if epochs - {module.current_epoch}:
+    samplers = [part for part in parts if isinstance(part, Sampler) and hasattr(part, "epoch")]
+    if any(getattr(part, "next_epoch", part.epoch) < module.current_epoch for part in samplers):
         rank_zero_warn(
             f"{type(module).__name__}: a sampler was not told the epoch, so that it draws the batches of an earlier "
             "one again; give the loader or the sampler around it a method `set_epoch` that passes the epoch on."

@@ -1,6 +1,7 @@
 """RetrievalDataLoader: shards, seeds, resumed epochs, the first batch, and Trainers in one process and in two."""
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import (
@@ -130,6 +131,21 @@ def test_workers_change_neither_batches_nor_seeds(kwargs):
     assert rows == expected()
 
 
+@pytest.mark.parametrize("kwargs", [{}, WORKERS, {"num_workers": 2}], ids=["no workers", "persistent", "workers"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_each_iteration_of_a_plain_loop_is_another_epoch(kwargs, is_plain):
+    """An iteration that is broken off counts, too. Without seeds, a plain loader has those of the sampler's batches."""
+    loader, rows = make(**kwargs), [row[2:] for row in expected(4)]
+    if is_plain:
+        loader = DataLoader(list(range(26)), batch_sampler=pk_sampler(), collate_fn=list, **kwargs)
+    next(iter(loader))
+    iterations = [list(loader) for _ in range(3)]
+    if is_plain:
+        assert list(itertools.chain(*iterations)) == [batch for batch, _ in rows[3:]]
+    else:
+        assert [[b["index"].tolist(), b["seed"].tolist()] for b in itertools.chain(*iterations)] == rows[3:]
+
+
 @pytest.mark.parametrize("world", [2, 4, 9])
 def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     loader, shards = make(), []
@@ -138,6 +154,7 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     for rank in range(world):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
         assert len(loader) == BATCHES
+        loader.set_epoch(0)
         shards.append([(b["index"].tolist(), b["seed"].tolist()) for b in loader])
     for row, of_ranks in zip(expected(1), zip(*shards, strict=True), strict=True):
         assert [shard[0] for shard in of_ranks] == [x.tolist() for x in torch.tensor(row[2]).tensor_split(world)]
@@ -147,9 +164,10 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
 def test_start_applies_to_its_epoch_only():
     loader, rows = make(epoch=1, start=2), [row[2] for row in expected()]
     assert len(loader) == BATCHES
-    assert batches_of(loader) == batches_of(loader) == rows[5:6]
-    loader.set_epoch(2)
+    assert batches_of(loader) == rows[5:6]
     assert batches_of(loader) == rows[6:]
+    loader.set_epoch(1)
+    assert batches_of(loader) == rows[5:6]
     loader.set_epoch(0)
     assert batches_of(loader) == rows[:3]
 
@@ -167,6 +185,12 @@ def test_state_dict_continues_after_the_last_batch_returned():
     assert other.state_dict() == state
     assert batches_of(other) == rows[5:6]
     assert other.state_dict() == {"epoch": 1, "start": 3}
+    for is_told in (True, False):
+        other.load_state_dict({"epoch": 1, "start": 3})
+        if is_told:  # as by Lightning, which ends the epoch
+            other.set_epoch(1)
+            assert batches_of(other) == []
+        assert batches_of(other) == rows[6:]
     with_start = make(epoch=0, start=0)
     with_start.load_state_dict(state)
     assert batches_of(with_start) == rows[:3]

@@ -7,7 +7,14 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_metric_learning.losses import ContrastiveLoss
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_retrieval import (
     CalibrationLoss,
@@ -71,17 +78,36 @@ class Wrapped:
         return iter(self.inner)
 
 
+class FromEpoch2(RetrievalModule):
+    """A module whose run continues in epoch 2."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.trainer.fit_loop.epoch_progress.current.completed = 2
+        self.trainer.fit_loop.epoch_progress.current.processed = 2
+
+
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped):
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped, is_resumed):
     """Lightning tells it those of this library, but not what is inside of a user's own."""
     data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX)
-    sampler = PKSampler(CLASSES, classes_per_batch=2, samples_per_class=3)
-    loaders = [DataLoader(data, batch_sampler=sampler), RetrievalDataLoader(data, sampler)]
+    sampler, other = (PKSampler(CLASSES, classes_per_batch=2, samples_per_class=3) for _ in range(2))
+    of_torch = DistributedSampler(data, 1, 0)
+    loaders = [
+        DataLoader(data, batch_sampler=sampler),
+        RetrievalDataLoader(data, other),
+        DataLoader(data, batch_size=6, sampler=of_torch),
+    ]
+    warned = [False] * 3
     if is_wrapped:
-        loaders = [DataLoader(data, batch_sampler=Wrapped(sampler)), Wrapped(loaders[1])]
-    for loader in loaders:
-        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
-        assert len(warnings_with("not told the epoch", fit, module, loader, max_epochs=2)) == is_wrapped
+        loaders[0] = DataLoader(data, batch_sampler=Wrapped(sampler))
+        loaders[1] = Wrapped(loaders[1])
+        loaders[2] = DataLoader(data, batch_size=6, sampler=Wrapped(of_torch))
+        warned = [is_resumed, is_resumed, True]  # the samplers of this library count the epochs
+    for loader, warns in zip(loaders, warned, strict=True):
+        module = (FromEpoch2 if is_resumed else RetrievalModule)(nn.Linear(6, 4), SmoothAPLoss())
+        assert (len(warnings_with("not told the epoch", fit, module, loader, max_epochs=4)) > 0) == warns
 
 
 @pytest.mark.parametrize(
