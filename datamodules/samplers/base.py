@@ -7,6 +7,7 @@ global batch into one shard per rank, so a run has the same batches with one pro
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -127,8 +128,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     Each new iteration is one epoch later than the one before, unless `set_epoch` is called, as Lightning and Fabric do.
 
     Relations:
-        `RetrievalDataLoader` compares the labels of the first batch with these labels. If they differ, the loader
-        raises an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
+        `RetrievalDataLoader` compares the labels of the batches with these labels. If they differ, the loader raises
+        an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
         library that draw several images of a class. The property `sampler` returns the sampler itself, so that
         Lightning also calls `set_epoch` in one process with a plain `DataLoader(dataset, batch_sampler=...)`. With
         several processes, such a loader raises an error; use `RetrievalDataLoader`.
@@ -171,14 +172,17 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         Args:
             batch: dataset indices, as the sampler draws them.
         """
-        drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
-        positions = np.flatnonzero(np.isin(self.images, drawn))
-        if len(positions) != len(drawn):  # the subclass also draws images of other classes
+        classes: Integers = self._class_of_image[np.array(batch)]
+        if (classes < 0).any():  # the subclass also draws images of other classes
             return None
-        classes = np.searchsorted(self.class_starts, positions, side="right") - 1
-        by_index = np.argsort(self.images[positions])
-        of_batch: Integers = classes[by_index][position_in_drawn]
-        return of_batch
+        return classes
+
+    @cached_property
+    def _class_of_image(self) -> Integers:
+        """The class of each image as an index of `class_labels`; -1 for the images that are skipped."""
+        classes = np.full(self.dataset_size, -1, np.int32)
+        classes[self.images] = np.repeat(np.arange(len(self.class_sizes), dtype=np.int32), self.class_sizes)
+        return classes
 
     def sections(self, batch: Sequence[int]) -> dict[Side | None, Section]:
         """The rows of each side in a batch, which are split over the processes one side at a time.

@@ -280,12 +280,12 @@ def test_two_processes(tmp_path, run_processes):
 class Items(Dataset):
     """Random vectors with the labels and the ids that are given, as functions of the index."""
 
-    def __init__(self, label_of, id_of):
-        self.images = torch.randn(len(LABELS), 6, generator=torch.Generator().manual_seed(1))
+    def __init__(self, label_of, id_of, size=26):
+        self.images = torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
         self.label_of, self.id_of = label_of, id_of
 
     def __len__(self):
-        return len(LABELS)
+        return len(self.images)
 
     def __getitem__(self, index):
         item = {"images": self.images[index], "labels": torch.tensor(self.label_of(index))}
@@ -389,6 +389,35 @@ def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_label
     assert train_one_step(pk_sampler(), label, int, without_the_first) == 1
     with pytest.raises(ValueError, match="id of its own"):
         train_one_step(pk_sampler(), label, lambda index: index // 2, without_the_first)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("label_of", "id_of"),
+    [
+        (lambda index: index % 24 // 4, None),
+        (lambda index: [index % 24 // 4, 0], int),
+        (lambda index: index // 4, lambda index: index % 24),
+    ],
+    ids=["labels", "labels of levels", "ids"],
+)
+def test_joined_data_sets_whose_labels_or_ids_both_begin_at_0_raise_once_a_batch_shows_it(label_of, id_of, num_workers):
+    """The first two batches have no image and no class of which another one has the id or the label."""
+    sampler = PKSampler(np.arange(48) // 4, classes_per_batch=3, samples_per_class=4, seed=5)
+    collide = [len({index % 24 for index in batch}) < 12 for batch in sampler]
+    assert collide == [False, False, True, False]
+    module = RetrievalModule(nn.Linear(6, 4), HAPLoss() if isinstance(label_of(0), list) else SmoothAPLoss())
+    items = Items(label_of, id_of, size=48)
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: "):
+        fit(module, RetrievalDataLoader(items, sampler, num_workers=num_workers))
+    assert module.global_step == 2
+
+
+def test_a_data_set_may_replace_images_after_the_first_batch():
+    replaced = list(pk_sampler())[1][0]
+    other = (replaced + 13) % 26
+    assert train_one_step(pk_sampler(), lambda i: label(other if i == replaced else i), int, max_steps=3) == 3
 
 
 def message_of_a_rank(rank: int, world_size: int) -> str:
