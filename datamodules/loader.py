@@ -275,7 +275,8 @@ class RetrievalDataLoader(DataLoader[Any]):
                 "batch_sampler",
                 got=type(batch_sampler).__name__,
             )
-        _check_size(dataset, batch_sampler)
+        with owned_by("RetrievalDataLoader"):
+            batch_sampler.check_dataset(dataset)
         if not kwargs.get("in_order", True):
             raise InvalidValue(
                 "must be True, because batches in another order are lost or repeated when a run is resumed",
@@ -357,12 +358,6 @@ class RetrievalDataLoader(DataLoader[Any]):
         """
         if not self._fixed_start:
             self._rank_sampler.set_position(state_dict["epoch"], state_dict["start"])
-
-
-def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
-    if len(dataset) != batch_sampler.dataset_size:
-        rule = f"must have one item for each of the {batch_sampler.dataset_size} labels of the batch sampler"
-        raise InvalidValue(rule, "RetrievalDataLoader", "dataset", got=len(dataset))
 
 
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:

@@ -113,8 +113,9 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     in `images` of each class.
 
     Args:
-        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
-            single image are skipped, because that image has no positive; one warning gives their number.
+        labels: one integer for each image, in the order of the dataset that the loader reads, which may be a `Subset`
+            or a `ConcatDataset`; any integers, any class sizes. Classes with a single image are skipped, because that
+            image has no positive; one warning gives their number.
         seed: an integer >= 0. The seed and the epoch determine every batch.
 
     Attributes:
@@ -165,6 +166,13 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """Position in `images` at which each class starts."""
         starts: Integers = np.cumsum(self.class_sizes) - self.class_sizes
         return starts
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise a `ValueError` if a data set has not as many items as the sampler has labels, such as a `Subset`."""
+        if len(dataset) != self.dataset_size:
+            rule = f"must have one item for each of the {self.dataset_size} labels of {self.name}"
+            cure = "make the sampler with the labels of this data set; for a Subset, labels[subset.indices]"
+            raise InvalidValue(rule, argument="dataset", got=len(dataset), cure=cure)
 
     def classes_of(self, batch: Sequence[int]) -> Integers | None:
         """The class of each image of a batch, as an index of `class_labels`; None if a class is not known.

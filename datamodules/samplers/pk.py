@@ -140,8 +140,9 @@ class PKSampler(GlobalBatchSampler):
     fewer than K images; the numbers of occurrences of the images of this class then differ by at most one.
 
     Args:
-        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
-            single image are skipped, because that image has no positive; one warning gives their number.
+        labels: one integer for each image, in the order of the dataset that the loader reads, which may be a `Subset`
+            or a `ConcatDataset`; any integers, any class sizes. Classes with a single image are skipped, because that
+            image has no positive; one warning gives their number.
         classes_per_batch: P, at least 1 and at most the number of classes with two images or more. With 1 a batch
             holds no negatives.
         samples_per_class: K, at least 2.

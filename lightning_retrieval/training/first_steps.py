@@ -7,6 +7,7 @@ Each is found before or in the first step or, if only later batches show it, in 
 | a callback, a flag or a strategy of Lightning with which lists or gradients would be wrong | `check_trainer` |
 | checkpoints that would never be saved, or with an outdated metric | `check_trainer` |
 | weights that were never filled, or that learn in 16 bits | `check_start` |
+| a sampler with the labels of another data set, such as the whole of a `Subset` | `check_start` |
 | a scheduler that removes the factors of the parameter groups | `check_start` |
 | a memory that never begins | `check_start` |
 | weights of the loss that change during a training without a known end | `check_start` |
@@ -196,6 +197,7 @@ def check_start(module: Any, steps: float) -> None:
         ValueError: if something is wrong. The message names a cure.
     """
     check_filled(module)
+    _check_datasets(module.trainer.train_dataloader)
     _warn_of_half_parameters(module)
     _warn_of_equal_rates(module)
     _check_memory(module, steps)
@@ -293,6 +295,14 @@ def _check_memory(module: Any, steps: float) -> None:
             f"batch is stored after start_step={memory.start_step}; give CrossBatchMemory a smaller start_step, or "
             "train longer."
         )
+
+
+def _check_datasets(loaders: Any) -> None:
+    """Raise if a plain loader has a sampler of this library that was made with the labels of another data set."""
+    for loader in CombinedLoader(loaders, "sequential").flattened:
+        sampler = getattr(loader, "batch_sampler", None)
+        if hasattr(sampler, "check_dataset"):
+            sampler.check_dataset(loader.dataset)
 
 
 def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[GlobalRows]) -> None:

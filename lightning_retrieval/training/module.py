@@ -370,7 +370,6 @@ class RetrievalModule(ManualTraining):
         is_first = self._is_first_step
         if is_first:
             check_first_batch(self, unpacked, rows)
-        on_host = [of_side.map(to_host_later) for of_side in rows]
         if self._sharded is not None:
             self._sharded.reshard()
         for optimizer in self.trainer.optimizers:
@@ -391,6 +390,7 @@ class RetrievalModule(ManualTraining):
             )
         if is_first:
             self._finish_first_step(ranked, chunk_sizes)
+        on_host = [of_side.map(to_host_later) for of_side in rows]
         logged = ranked.logged(gradients.finish(ranked.parts(part)))
         if not is_first:
             check_later_batch(self, on_host)

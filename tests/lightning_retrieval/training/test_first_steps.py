@@ -12,6 +12,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -116,6 +117,26 @@ def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped, is_resumed):
     for loader, warns in zip(loaders, warned, strict=True):
         module = (FromEpoch2 if is_resumed else RetrievalModule)(nn.Linear(6, 4), SmoothAPLoss())
         assert (len(warnings_with("not told the epoch", fit, module, loader, max_epochs=4)) > 0) == warns
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_with_the_labels_of_another_data_set_raises(num_workers):
+    """Those of the whole data set for a part of it, whose indices do not exist, and those of the part for the whole."""
+    data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX)
+    part = Subset(data, range(0, 24, 2))
+    labels = {data: CLASSES, part: CLASSES[part.indices]}
+    for read in labels:
+        for known in labels:
+            sampler = PKSampler(labels[known], classes_per_batch=2, samples_per_class=3)
+            loader = DataLoader(read, batch_sampler=sampler, num_workers=num_workers)
+            module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+            if known is read:
+                fit(module, loader, max_steps=1)
+                continue
+            with pytest.raises(ValueError, match=r"dataset.*PKSampler"):
+                fit(module, loader, max_steps=1)
+            with pytest.raises(ValueError, match=r"dataset.*PKSampler"):
+                RetrievalDataLoader(read, sampler)
 
 
 @pytest.mark.parametrize(
