@@ -472,8 +472,8 @@ def warn_of_batch_norm(module: Any, rows: Sequence[int], chunk_sizes: Sequence[i
         if chunk_size < count and any(map(_mixes_rows, network.modules())) and trainable_parameters(network):
             rank_zero_warn(
                 f"{type(module).__name__}: BatchNorm sees {chunk_size} images at a time, not the batch of {count}, so "
-                "the gradient is not that of the whole batch; freeze_batch_norm=True of Embedder, or such layers in "
-                "eval mode, make it exact."
+                "the gradient is not that of the whole batch; with pretrained weights, freeze_batch_norm=True of "
+                "Embedder, or such layers in eval mode, make it exact."
             )
             return
 
