@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_retrieval.backend import (
@@ -168,6 +169,22 @@ def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]
     pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
 
+def means_over_sets(stage: str, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The means over the queries of all sets of a stage, named `val/mAP` and so on; empty if there is one set.
+
+    Args:
+        stage: `val` or `test`.
+        values: for each set, the values of its queries by the name of their mean. Means that a set lacks are omitted.
+    """
+    if len(values) == 1:
+        return {}
+    means = {}
+    for name in values[0]:
+        if all(name in of_set for of_set in values):
+            means[f"{stage}/{name}"] = torch.cat([of_set[name] for of_set in values]).nanmean()
+    return means
+
+
 def rule_of_module(pl_module: pl.LightningModule) -> Relevance | None:
     """Return the rule of relevance that the metrics of a module need, or None."""
     relevance = getattr(pl_module, "relevance", None)
@@ -186,7 +203,8 @@ class RetrievalEvaluation(Callback):
 
     All processes compute and log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early
     stopping work. Several evaluation sets are logged as `val/0/mAP` and `val/1/mAP`, or with the names of a dict of
-    data loaders, as `val/small/mAP`. The sanity check is skipped, because it covers only a few batches.
+    data loaders, as `val/small/mAP`; `val/mAP` is then the mean over the queries of all sets. The sanity check is
+    skipped, because it covers only a few batches.
 
     If the data set has two sides (its attribute `two_sided` is True, as that of the sets of `Pairs`), the queries are
     also ranked for each candidate, and logged as `val/reverse/mAP` and so on.
@@ -305,6 +323,7 @@ class RetrievalEvaluation(Callback):
     def _evaluate_untrained(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> None:
         """Evaluate the untrained network and, if it has a new head, its backbone, and log both at step 0."""
         before: dict[str, dict[str, float]] = {"untrained": {}}
+        of_queries: dict[str, list[dict[str, Tensor]]] = {"untrained": [], "backbone": []}
         if has_backbone_to_evaluate(pl_module):
             before = {"backbone": {}, **before}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
@@ -319,6 +338,10 @@ class RetrievalEvaluation(Callback):
             for name, evaluation_set in sets.items():
                 values = self._values_of(evaluation_set, trainer)
                 before[name] |= {of_metric: float(value) for of_metric, value in values.items()}
+                of_queries[name].append(evaluation_set.values_of_means(values))
+        for name, results in before.items():
+            of_all_sets = means_over_sets("test", of_queries[name])
+            results |= {of_metric: float(value) for of_metric, value in of_all_sets.items()}
         self.results |= before
         rank_zero_info(f"RetrievalEvaluation: before training, {summary_of(before)}.")
         logged = dict(before["untrained"])
@@ -433,6 +456,7 @@ class RetrievalEvaluation(Callback):
         for evaluation_set in self.sets:
             results.update(self._values_of(evaluation_set, pl_module.trainer))
             _warn_of_one_label(evaluation_set)
+        results |= means_over_sets(stage, [of_set.values_of_means(results) for of_set in self.sets])
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
 

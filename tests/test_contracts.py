@@ -156,8 +156,8 @@ TABLE = {
         shown=("from_dim", "embedding_dim", "hidden_dim"),
     ),
     "Embedder": Entry(
-        {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
-        shown=("embedding_dim", "pooling", "layer_norm", "freeze_batch_norm"),
+        {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "normalize": False},
+        shown=("embedding_dim", "pooling", "layer_norm", "normalize"),
     ),
     "FrozenEmbedder": Entry({"embedder": nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))}, shown=()),
     "TextEmbedder": Entry(

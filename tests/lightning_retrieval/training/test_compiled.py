@@ -225,7 +225,7 @@ def test_a_compiled_loss_has_the_value_of_a_plain_one():
 VIT = {"image_size": 32, "backbone_args": {"depth": 1, "embed_dim": 24}}
 NETWORKS = {
     "vit": lambda: Embedder("timm/vit_tiny_patch16_224", 8, **VIT),
-    "adapted": lambda: AdaptedEmbedder(Embedder("glyph_net", 8, freeze_batch_norm=True), 8, 4),
+    "adapted": lambda: AdaptedEmbedder(Embedder("glyph_net", 8), 8, 4),
 }
 
 
