@@ -141,7 +141,8 @@ def _check_columns(
         columns = " and ".join(required).replace("label", "label (or tags)")
         rule = f"{path} must have the columns {columns}, and all of {', '.join(SIDES)} or none"
         cure = "line 1 of a CSV file has these names, or others that are given as `columns`, separated by `delimiter`"
-        raise InvalidValue(rule, got=f"{table_format.delimiter.join(names)!r}, which lacks {', '.join(missing)}", cure=cure)
+        got = f"{table_format.delimiter.join(names)!r}, which lacks {', '.join(missing)}"
+        raise InvalidValue(rule, got=got, cure=cure)
 
 
 def _converted_oml(table: Table) -> Table:
