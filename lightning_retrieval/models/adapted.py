@@ -15,7 +15,7 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.paths import check_path
-from lightning_retrieval.plain_data import describe, rebuild
+from lightning_retrieval.plain_data import IN_PYTHON, describe, rebuild
 from lightning_retrieval.preparation.of_model import wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize
@@ -155,8 +155,7 @@ class FrozenEmbedder(nn.Module):
         if checkpoint is not None:
             if is_rebuilding():
                 rule = "must not be set in a file, since a file may not choose what is read"
-                cure = "pass the object again: load_from_checkpoint(path, embedder=...)"
-                raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=cure)
+                raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=IN_PYTHON)
             with owned_by("FrozenEmbedder"):
                 embedder, recorded = embedder_of_checkpoint(check_path("checkpoint", checkpoint))
             if preparation is None:

@@ -17,6 +17,7 @@ from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbon
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data import IN_PYTHON
 
 MOST_RANK = 4096
 # Arguments of `peft.LoraConfig` that a file may set. Others import modules, read files or run over data.
@@ -55,8 +56,7 @@ def _check_arguments_of_file(lora: Mapping[str, Any]) -> None:
     for name, value in lora.items():
         if name not in OF_FILES and value not in (None, False, [], {}):
             rule = f"of a file must have arguments among {', '.join(OF_FILES)}"
-            cure = "build the embedder in Python, and pass it: load_from_checkpoint(path, embedder=...)"
-            raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=cure)
+            raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=IN_PYTHON)
 
 
 def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
