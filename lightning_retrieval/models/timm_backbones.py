@@ -128,7 +128,6 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     Raises:
         ValueError: if the name, the weights or the pooling is unknown, or the weights cannot be downloaded or
             belong to another model.
-        AttributeError: if with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm or the package of the weights is not installed.
     """

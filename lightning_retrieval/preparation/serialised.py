@@ -80,10 +80,11 @@ def recorded_preparation(serialised: Any) -> Preparation | None:
         ValueError: if the data describe neither.
     """
     try:
-        if "function" in serialised and isinstance(serialised["function"], (str, type(None))):
+        ((kind, value),) = serialised.items()
+        if kind == "function" and isinstance(value, (str, type(None))):
             return None
         return Preparation(**serialised["preparation"])
-    except (TypeError, ValueError, LookupError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
         rule = "the recorded `transform` must describe a preparation of images, or name a function"
         raise InvalidValue(rule, got=f"{short_repr(serialised)} ({first_line(error)})") from None
 
