@@ -7,8 +7,10 @@ a model can be rebuilt from a checkpoint without a network connection.
 
 import inspect
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +31,14 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
-from lightning_retrieval.models.weight_files import check_loaded, load_local_file
+from lightning_retrieval.models.weight_files import (
+    THIS_BACKBONE,
+    check_loaded,
+    check_unknown,
+    other_weights,
+    read_weights,
+    tensors_of_network,
+)
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -47,6 +56,7 @@ FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
 # Entries of a config whose value, if it is a string, is the name of a model that transformers looks up on the hub.
 OTHER_MODELS = ("backbone", "base_model_name_or_path")
 TYPE_ARGUMENTS = ("dtype", "torch_dtype")
+AS_MODULE = "if you trust it, build the model with transformers and give the module as `backbone`"  # a cure
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -106,6 +116,7 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
+    request = replace(request, name=os.path.expanduser(request.name))
     transformers = load_transformers(request)
     with hub_of(request):
         config = _config(transformers, request, "vision_config")
@@ -156,13 +167,8 @@ def load_transformers(request: BackboneRequest) -> Any:
     ):
         import transformers
     if request.arguments.get("trust_remote_code"):
-        raise InvalidValue(
-            "must not have trust_remote_code",
-            argument="backbone_args",
-            got=f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}",
-            cure="to run code of a repository that you trust, build the model with transformers and give the "
-            "module as `backbone`",
-        )
+        got = f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}"
+        raise InvalidValue("must not have trust_remote_code", argument="backbone_args", got=got, cure=AS_MODULE)
     return transformers
 
 
@@ -202,15 +208,33 @@ def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapp
         in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **source)
     entries = {name: value for name, value in in_file.items() if name not in FOR_READERS}
     _check_config_of_file(request, "backbone", entries)
+    if "auto_map" in in_file and in_file.get("model_type") not in transformers.CONFIG_MAPPING:
+        got = f"hf/{request.name}, whose config names code of its own (auto_map)"
+        rule = "must be a model whose code is part of transformers"
+        raise InvalidValue(rule, argument="backbone", got=got, cure=AS_MODULE)
     try:
         return transformers.AutoConfig.from_pretrained(request.name, **source, **NO_CODE, **arguments)
     except (OSError, ValueError) as error:
-        if Path(request.name).is_dir():
-            rule = "must be 'hf/' and the folder of a model whose code is part of transformers"
-            got = f"{request.name} ({first_line(error)})"
-            raise InvalidValue(rule, argument="backbone", got=got) from None
         what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-        raise pretrained.hub_error("backbone", what, error) from None
+        raise not_loaded(request, "backbone", what, error) from None
+
+
+def not_loaded(request: BackboneRequest, argument: str, what: str, error: Exception) -> ValueError:
+    """The error for a model that cannot be loaded from its folder or from the hub.
+
+    Args:
+        request: the request, whose name is that of the folder or the model.
+        argument: the argument that requested the download from the hub.
+        what: a description of what the hub was asked for.
+        error: the error of transformers, or of the library that reads the file.
+    """
+    if Path(request.name).is_dir():
+        rule = "must be 'hf/' and the folder of a model that transformers can load"
+        got = request.name
+        if request.arguments:
+            got += f" with {short_repr(dict(request.arguments))}"
+        return InvalidValue(rule, argument="backbone", got=f"{got} ({first_line(error)})")
+    return pretrained.hub_error(argument, what, error)
 
 
 def _check_config_of_file(request: BackboneRequest, argument: str, config: Mapping[str, Any]) -> None:
@@ -229,8 +253,7 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
         if names_model or names_kernels(name, value) or (name == "quantization_config" and value):
             rule = "must be a model whose config names no kernels, no other model and no quantisation"
             got = f"hf/{request.name} with {name}={short_repr(value)}"
-            cure = "if you trust it, build the model with transformers and give the module"
-            raise InvalidValue(rule, argument=argument, got=got, cure=cure)
+            raise InvalidValue(rule, argument=argument, got=got, cure=AS_MODULE)
     check_plain_data(argument, config)
 
 
@@ -274,7 +297,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             model = kind(config, **settings)
         model.to(config.dtype)
         if has_file and not pretrained.are_skipped():
-            load_local_file(str(request.weights), model, optional=CLASSIFIERS)
+            return _with_local_file(str(request.weights), model, settings)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     _check_reads_only(transformers, request)
@@ -288,12 +311,36 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             **NO_CODE,
             **settings,
         )
-    except (OSError, ValueError) as error:
-        raise pretrained.hub_error("weights", what, error) from None
+    except TypeError:  # of an argument
+        raise
+    except Exception as error:  # damaged files raise errors of many types
+        raise not_loaded(request, "weights", what, error) from None
     model, loading = loaded
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     check_loaded(what, f"hf/{request.name}", model, trained)
+    return model
+
+
+def _with_local_file(path: str, network: Any, settings: dict[str, Any]) -> Any:
+    """A network like the given one, with all weights of a local file, whose names transformers converts.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is damaged, or its names or shapes do not match the network.
+    """
+    tensors = read_weights(path)
+    own = tensors_of_network(path, tensors, network)
+    own = {name: value for name, value in own.items() if not name.startswith(CLASSIFIERS)}
+    try:
+        loaded = type(network).from_pretrained(
+            None, config=network.config, dtype=network.dtype, state_dict=own, output_loading_info=True, **settings
+        )
+    except RuntimeError as error:  # other shapes
+        raise other_weights(path, THIS_BACKBONE, error) from None
+    model, loading = loaded
+    check_loaded(path, THIS_BACKBONE, model, loading["missing_keys"], tensors)
+    check_unknown(path, own, loading["unexpected_keys"])
     return model
 
 

@@ -162,10 +162,12 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
         what: a description of the requested data.
         error: the error of the hub.
     """
-    cure = (
-        "offline, give the path of a local file or folder, or download it once with a network, after which it is read "
-        "from the cache"
-    )
+    cure = ""
+    if isinstance(error, OSError):  # of the network or the cache
+        cure = (
+            "offline, give the path of a local file or folder, or download it once with a network, after which it is "
+            "read from the cache"
+        )
     if is_rebuilding():
         cure = (
             "a file may not choose what is downloaded, so if you trust it, download it yourself (`hf download`), after "

@@ -4,6 +4,7 @@ The input of the network is a tensor of tokens (rows, tokens), padded with -1, s
 chunks, sent to devices and gathered like batches of images. The tokenizer is part of the checkpoint.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -285,6 +286,7 @@ class TextEmbedder(nn.Module):
         self.backbone = NgramNet(**of_net)
 
     def _build_hugging_face(self, name: str) -> None:
+        name = os.path.expanduser(name)
         request = BackboneRequest(name, self.weights, None, None, self.backbone_args)
         model, self.backbone_args = build_text_model(request)
         self.backbone = HuggingFaceTextBackbone(model)

@@ -71,6 +71,14 @@ def incomplete_folder(images, tmp_path):
 
 
 @pytest.fixture
+def damaged_folder(images, tmp_path):
+    """The same folder with a file of weights that is none."""
+    name = images()
+    (tmp_path / "images" / "model.safetensors").rename(tmp_path / "images" / "pytorch_model.bin")
+    return name
+
+
+@pytest.fixture
 def texts(tmp_path):
     write_text_folder(tmp_path / "texts", "bert")
     return f"hf/{tmp_path / 'texts'}"
@@ -157,6 +165,7 @@ TABLE = {
         (lambda: Embedder("timm/resnet18", backbone_args={"features_only": True}), InvalidType, "backbone_args"),
         (lambda: Embedder("timm/resnet10t", backbone_args={"output_stride": 7}), InvalidType, "backbone_args"),
         (lambda tmp_path: Embedder(f"hf/{tmp_path}"), InvalidValue, "backbone"),
+        (lambda damaged_folder: Embedder(damaged_folder, 8, weights="DEFAULT"), InvalidValue, "backbone"),
         (lambda texts: Embedder(texts), InvalidValue, "backbone"),
         (lambda images: Embedder(images(quantization_config={"load_in_8bit": True})), InvalidValue, "backbone"),
         # Adapters.
