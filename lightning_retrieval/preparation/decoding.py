@@ -4,7 +4,6 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 """
 
 import contextlib
-import errno
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,8 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
-from lightning_retrieval.invalid import Failed, MissingFile
+from lightning_retrieval.checks import first_of
+from lightning_retrieval.invalid import MissingFile
 from lightning_retrieval.preparation.pixels import Pixels, check_colour, to_pixels
 from lightning_retrieval.preparation.prepare import (
     ROTATIONS,
@@ -41,7 +41,6 @@ except ImportError:  # deprecated in torchvision 0.29
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
 # Suffixes of pictures in formats that Pillow alone does not decode.
-ARCHIVES = frozenset((".7z", ".gz", ".rar", ".tar", ".tgz", ".zip"))
 UNREAD_PICTURES = frozenset(
     (
         *(".heic", ".heif", ".hif", ".jxl", ".jxr", ".svg", ".svgz", ".eps"),
@@ -66,13 +65,11 @@ class FolderEntries(NamedTuple):
 
     Args:
         folders: the folders in it, and the symbolic links to folders.
-        files: the regular files, and the symbolic links to files, which may be missing.
-        special: FIFOs, sockets and devices, whose reading need never end.
+        files: all others, of which `open_image` opens only regular files, and links to files, which may be missing.
     """
 
     folders: list[Path]
     files: list[Path]
-    special: list[Path]
 
 
 def list_folder(folder: Path) -> FolderEntries:
@@ -85,42 +82,27 @@ def list_folder(folder: Path) -> FolderEntries:
         OSError: if the folder, or what a link in it leads to, cannot be opened.
         FileNotFoundError: if a link without a suffix, as that of a folder, leads to nothing.
     """
-    entries = FolderEntries([], [], [])
+    entries = FolderEntries([], [])
     if not folder.is_dir():
         return entries
-    try:
-        with os.scandir(folder) as found:
-            for entry in found:
-                if not entry.name.startswith("."):
-                    _list_of(entry, entries).append(Path(entry.path))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        rule = f"the folder {folder} cannot be listed ({error.strerror}), so its images would be lost"
-        raise Failed(rule, cure="give the right to read it, or move it away") from None
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith("."):
+                continue
+            kind = entries.folders if entry.is_dir() else entries.files
+            kind.append(Path(entry.path))
+            _check_link(entry)
     return FolderEntries(*map(sorted, entries))
 
 
-def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
-    """The list that an entry belongs to."""
-    try:
-        if entry.is_dir():
-            return entries.folders
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a link to itself, which whoever reads it reports
-            return entries.files
-        raise
-    if entry.is_file():
-        return entries.files
-    if os.path.exists(entry.path):
-        return entries.special
-    if entry.is_symlink() and not Path(entry.name).suffix:
+def _check_link(entry: "os.DirEntry[str]") -> None:
+    """Raise for a link without a suffix, as that of a folder, that leads to nothing."""
+    if entry.is_symlink() and not Path(entry.name).suffix and not os.path.exists(entry.path):
         raise MissingFile(
             f"the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would be "
             "lost if it was a folder",
             cure="restore the folder, or remove the link",
         )
-    return entries.files
 
 
 class ImageFiles(NamedTuple):
@@ -128,12 +110,10 @@ class ImageFiles(NamedTuple):
 
     Args:
         paths: the files whose suffix, in lower case, is one of `image_suffixes`.
-        special: the paths with such a suffix that are FIFOs, sockets or devices.
         others: the files with another suffix.
     """
 
     paths: list[str]
-    special: list[str]
     others: list[str]
 
 
@@ -152,18 +132,10 @@ def shown_suffixes(paths: Iterable[str]) -> str:
     for path in paths:
         counts[Path(path).suffix.lower()] += 1
     order = sorted(counts, key=lambda suffix: (suffix not in UNREAD_PICTURES, -counts[suffix], suffix))
-    shown = []
-    for suffix in order[:MOST_SUFFIXES]:
-        shown.append(f"{suffix or 'no suffix'} {counts[suffix]:,}")
-    hidden = len(order) - MOST_SUFFIXES
-    if hidden > 0:
-        shown.append(f"and {hidden:,} more suffixes")
-    sentence = ", ".join(shown)
-    if order and order[0] in UNREAD_PICTURES:
-        sentence += "; convert pictures that Pillow does not decode, to PNG or JPEG"
-    elif ARCHIVES & counts.keys():
-        sentence += "; unpack archives"
-    return sentence
+    shown = first_of([f"{suffix or 'no suffix'} {counts[suffix]:,}" for suffix in order], MOST_SUFFIXES)
+    if UNREAD_PICTURES & counts.keys():
+        shown += "; convert pictures that Pillow does not decode, to PNG or JPEG"
+    return shown
 
 
 def image_files(top: Path) -> ImageFiles:
@@ -179,15 +151,11 @@ def image_files(top: Path) -> ImageFiles:
         OSError: if a folder cannot be opened.
     """
     suffixes = image_suffixes()
-    found = ImageFiles([], [], [])
+    found = ImageFiles([], [])
     for _, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
-        for files, images, others in (
-            (entries.files, found.paths, found.others),
-            (entries.special, found.special, []),
-        ):
-            for file in files:
-                kind = images if file.suffix.lower() in suffixes else others
-                kind.append(file.relative_to(top).as_posix())
+        for file in entries.files:
+            kind = found.paths if file.suffix.lower() in suffixes else found.others
+            kind.append(file.relative_to(top).as_posix())
     return ImageFiles(*map(sorted, found))
 
 

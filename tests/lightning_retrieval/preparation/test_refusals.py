@@ -54,7 +54,7 @@ TABLE = {
         (lambda: Preparation(0), InvalidValue, "image_size"),
         (lambda: Preparation(resize=200), InvalidValue, "resize"),  # less than the image size
         (lambda: Preparation((8, 9), resize=(9, 8)), InvalidValue, "resize"),
-        (lambda: Preparation(resize="crop"), InvalidValue, "resize"),
+        (lambda: Preparation(resize="crop"), InvalidType, "resize"),
         (lambda: Preparation(None, resize="fit"), InvalidValue, "image_size"),
         (lambda: Preparation(interpolation="linear"), InvalidValue, "interpolation"),
         (lambda: Preparation(channels=1), InvalidValue, "mean"),  # of three channels
@@ -67,8 +67,8 @@ TABLE = {
         (lambda: Preparation(fill="white"), InvalidValue, "fill"),  # without padding
         (lambda: Preparation.named("plane"), InvalidValue, "name"),
         (lambda: Preparation()(np.zeros((4, 4, 3), np.uint8)), InvalidType, "image"),
-        (lambda: Preparation()(torch.zeros(3, 4, 4)), InvalidType, "image"),
-        (lambda: Preparation()(PIXELS.permute(1, 2, 0)), InvalidValue, "image"),
+        (lambda: Preparation()(torch.zeros(3, 4, 4)), InvalidType, "images"),
+        (lambda: Preparation()(PIXELS.permute(1, 2, 0)), InvalidValue, "images"),
         (lambda: Preparation().normalize(torch.zeros(3, 4, 4)), InvalidType, "images"),
         (lambda: Preparation().undo(torch.zeros(1, 4, 4)), InvalidValue, "images"),
     ],
