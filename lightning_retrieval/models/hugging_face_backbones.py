@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -186,15 +186,12 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         part: the part that is taken of the config of a model of images and texts.
     """
     arguments = {name: value for name, value in request.arguments.items() if name not in (*NO_CODE, *TYPE_ARGUMENTS)}
-    is_rebuilding = pretrained.is_rebuilding()
-    if is_rebuilding:
+    if pretrained.is_rebuilding():
         _check_config_of_file(request, "backbone_args", arguments)
     if "model_type" in arguments:
         whole = transformers.AutoConfig.for_model(**arguments)
     else:
         whole = _config_by_name(transformers, request, arguments)
-    if is_rebuilding:
-        _without_pretrained_parts(whole)
     config = getattr(whole, part, whole)
     config.dtype = _dtype(request, config.dtype)
     return config
@@ -376,13 +373,10 @@ def _class_of_model(transformers: Any, config: Any) -> Any:
 
 
 def hub_of(request: BackboneRequest) -> AbstractContextManager[None]:
-    """Context in which a backbone is read. A folder, or a file that is loaded, lets nothing be downloaded."""
-    if pretrained.is_rebuilding() or pretrained.are_skipped() or Path(request.name).is_dir():
-        return pretrained.hub_access(allowed=False)
-    has_own_weights = request.weights is None or is_local_file(request.weights)
-    if "model_type" in request.arguments and has_own_weights:
-        return nullcontext()
-    return pretrained.hub_access(allowed=True)
+    """Context in which a backbone is read. A folder, a whole config or a loaded file lets nothing be downloaded."""
+    is_whole = "model_type" in request.arguments and (request.weights is None or is_local_file(request.weights))
+    is_local = is_whole or Path(request.name).is_dir()
+    return pretrained.hub_access(allowed=not (is_local or pretrained.is_rebuilding() or pretrained.are_skipped()))
 
 
 def source_of(request: BackboneRequest) -> dict[str, Any]:
@@ -397,15 +391,6 @@ def source_of(request: BackboneRequest) -> dict[str, Any]:
     if pretrained.are_skipped() or pretrained.is_rebuilding():
         source["local_files_only"] = True
     return source
-
-
-def _without_pretrained_parts(config: Any) -> None:
-    """Prevent submodules from downloading weights, as detectors of older releases do when they are built."""
-    if getattr(config, "use_pretrained_backbone", False):
-        config.use_pretrained_backbone = False
-    for value in vars(config).values():
-        if hasattr(value, "to_dict"):
-            _without_pretrained_parts(value)
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:

@@ -7,7 +7,6 @@ and the script's settings. Nothing of a file is run.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is damaged, holds other objects than tensors, plain values and those of `SETTINGS`, or
-            has no tensors, or tensors that no parameter has the type of.
+            has no tensors, or quantised ones.
     """
     file = check_path("weights", path, owner="Embedder")
     check_weights_exist(file)
@@ -83,10 +82,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         if is_system_error(error):
             raise
         rule = "must be a file of safetensors or of torch.save with tensors only"
-        cure = ""
-        if isinstance(error, UnpicklingError):
-            cure = "write the state_dict of the network alone to a file, with the program that it is from"
-        raise InvalidValue(rule, argument="weights", got=f"{path} ({first_line(error)})", cure=cure) from None
+        raise InvalidValue(rule, argument="weights", got=f"{path} ({first_line(error)})") from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -96,8 +92,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         got = f"{path}, which has none ({short_repr(content)})"
         raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
     for name, value in tensors.items():
-        if value.is_complex() or _is_quantized(value):
-            rule = "must be a file whose tensors are neither complex nor quantised"
+        if _is_quantized(value):
+            rule = "must be a file whose tensors are not quantised"
             got = f"{path} with {value.dtype} ({name})"
             raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
     return tensors

@@ -1,6 +1,5 @@
 """ImageFolder: finding classes in folders, and splitting them by a seed or by folders."""
 
-import os
 import warnings
 
 import numpy as np

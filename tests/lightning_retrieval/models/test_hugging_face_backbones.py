@@ -244,14 +244,6 @@ def test_a_model_of_transformers_whose_repository_also_has_code(repository):
         Embedder(**embedder.init_args())
 
 
-def test_a_file_cannot_ask_for_pretrained_weights_of_a_part():
-    """Detectors of older releases of transformers download them when they are built."""
-    config = {"model_type": "vit", **SMALL, "use_pretrained_backbone": True}
-    with without_pretrained_weights():
-        embedder = Embedder("hf/a/b", 8, backbone_args=config)
-    assert embedder.backbone.model.config.use_pretrained_backbone is False
-
-
 @pytest.mark.hostile
 def test_kernels_of_a_repository_are_not_run(tmp_path):
     write_folder(tmp_path, "vit")
