@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -184,50 +185,18 @@ def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator
 
 
 def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
-    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+    """An image as `decode` returns it.
 
     Args:
-        path: the file, or its content as a binary stream.
-        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
-        settings: keyword arguments.
-
-            - `load_truncated`: whether a truncated file is decoded as far as possible, with the rest grey.
-            - `boxes_before_rotation`: whether the box is in pixels of the file, before the rotation, instead of pixels
-              of the upright image. For TIFF files there is no difference, because Pillow rotates them itself.
-            - `background`: red, green and blue of the colour behind transparent pixels.
-            - `least_size`: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box,
-              still has at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole
-              pixels. None means the full scale.
-            - `short_side`: the short side to which the image will be resized, for which it must not be too thin; None
-              if it will not be.
-
-    Raises:
-        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
-            pixel values is unknown (see `to_rgb`).
-        Exception: any error of Pillow, if the file cannot be decoded.
+        path: as for `decode`.
+        box: as for `decode`.
+        settings: arguments of `decode` besides `as_pixels`.
     """
-    image: Image.Image = _read(path, box, as_pixels=False, **settings)
+    image: Image.Image = decode(path, box, **settings)
     return image
 
 
-def read_pixels(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Pixels:
-    """Like `read_image`, but returns the pixels as a tensor.
-
-    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
-
-    Args:
-        path: as for `read_image`.
-        box: as for `read_image`.
-        settings: as for `read_image`.
-
-    Raises:
-        Exception: as for `read_image`.
-    """
-    pixels: Pixels = _read(path, box, as_pixels=True, **settings)
-    return pixels
-
-
-def _read(
+def decode(
     path: Path | BinaryIO,
     box: Box | None = None,
     *,
@@ -236,13 +205,34 @@ def _read(
     background: Sequence[int] = WHITE,
     least_size: Size | None = None,
     short_side: int | None = None,
-    as_pixels: bool,
+    as_pixels: bool = False,
 ) -> Any:
-    """The image of `read_image`, or of `read_pixels` if `as_pixels`."""
+    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+
+    Args:
+        path: the file, or its content as a binary stream.
+        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
+        load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
+        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
+            upright image. For TIFF files there is no difference, because Pillow rotates them itself.
+        background: red, green and blue of the colour behind transparent pixels.
+        least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
+            at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
+            means the full scale.
+        short_side: the short side to which the image will be resized, for which it must not be too thin; None if it
+            will not be.
+        as_pixels: whether the result is a tensor (3, height, width) of uint8 instead of a PIL image. JPEGs in RGB or
+            grey are then decoded by torchvision, which is faster, but only at the full scale.
+
+    Raises:
+        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
+            pixel values is unknown (see `to_rgb`).
+        Exception: any error of Pillow, if the file cannot be decoded.
+    """
     with truncated_images(load_truncated), open_image(path) as file:
         divisor = 1
         if least_size is not None and isinstance(file, JpegImageFile):
-            divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
+            divisor = _reduce(file, box, least_size, boxes_before_rotation)
         image: Any = None
         if as_pixels and divisor == 1:
             image = _decoded_jpeg(file)
@@ -289,14 +279,13 @@ class CurrentTransform:
         # The transform without its normalisation; None if the normalisation cannot be separated.
         self.to_uint8: Callable[[Any], Tensor] | None = getattr(transform, "to_uint8", None)
         self.background = check_colour("transform.background", getattr(transform, "background", background))
-        self.read: Callable[..., Image.Image | Pixels] = read_image
-        if getattr(transform, "takes_pixels", False):
-            self.read = read_pixels
-        self.settings = {
-            "background": self.background,
-            "least_size": getattr(transform, "least_size", None),
-            "short_side": getattr(transform, "short_side", None),
-        }
+        self.read: Callable[..., Image.Image | Pixels] = partial(
+            decode,
+            background=self.background,
+            least_size=getattr(transform, "least_size", None),
+            short_side=getattr(transform, "short_side", None),
+            as_pixels=getattr(transform, "takes_pixels", False),
+        )
 
     def __call__(self, image: Any) -> Any:
         return self.current(image)
@@ -330,18 +319,18 @@ def truncated_images(load: bool) -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, *, boxes_before_rotation: bool) -> int:
+def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, boxes_before_rotation: bool) -> int:
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
     is_transposed = orientation(file) in TRANSPOSED
-    if is_transposed:
-        least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
-    if box is None:
-        return reduce_scale(file, least_size)
+    height, width = file.height, file.width
     if is_transposed and not boxes_before_rotation:  # the box refers to the upright image
-        left, top, right, bottom = _inside(box, file.height, file.width)
-        return reduce_scale(file, least_size, (right - left, bottom - top))
-    left, top, right, bottom = _inside(box, file.width, file.height)
-    return reduce_scale(file, least_size, (bottom - top, right - left))
+        height, width = width, height
+    if box is not None:
+        left, top, right, bottom = _inside(box, width, height)
+        height, width = bottom - top, right - left
+    if is_transposed and boxes_before_rotation:  # `least_size` refers to the upright image
+        height, width = width, height
+    return reduce_scale(file, least_size, (height, width))
 
 
 def _divided(box: Box, divisor: int) -> Box:

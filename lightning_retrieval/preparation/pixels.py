@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.preparation.prepare import Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
@@ -38,9 +38,7 @@ def check_colour(name: str, value: Any) -> tuple[int, int, int]:
             return colour(value)  # type: ignore[return-value]
         except ValueError:
             raise InvalidValue(rule, argument=name, got=short_repr(value)) from None
-    if not isinstance(value, (list, tuple)):
-        raise InvalidType(rule, argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
-    if len(value) != 3:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise InvalidValue(rule, argument=name, got=short_repr(value))
     red, green, blue = (check_integer(name, part, 0, 255) for part in value)
     return red, green, blue

@@ -224,7 +224,7 @@ def colour(value: str | Sequence[int]) -> Sequence[int]:
     return value
 
 
-def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
+def reduce_scale(image: Image.Image, least_size: Size | None, part: Size) -> int:
     """Make Pillow decode a JPEG at the smallest scale at which the image is at least as large as `least_size`.
 
     Other formats, and images that are already decoded, do not change.
@@ -232,15 +232,13 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
     Args:
         image: an image that Pillow has opened but not decoded; its size becomes the reduced size.
         least_size: minimum height and width; None for the full scale.
-        part: height and width of the part of the image to which `least_size` applies; None for the whole image.
+        part: height and width of the image, or of the part of it to which `least_size` applies.
 
     Returns:
         The divisor of the image size: 1, 2, 4 or 8. The reduced size is rounded up.
     """
     if least_size is None or not isinstance(image, JpegImageFile):
         return 1
-    if part is None:
-        part = (image.height, image.width)
     before = image.size
     for divisor in DIVISORS:
         if part[0] >= divisor * least_size[0] and part[1] >= divisor * least_size[1]:

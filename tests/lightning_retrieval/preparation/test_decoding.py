@@ -2,6 +2,7 @@
 
 import os
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ from PIL import EpsImagePlugin, Image, ImageFile
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation import decoding
-from lightning_retrieval.preparation.decoding import image_files, read_image, read_pixels
+from lightning_retrieval.preparation.decoding import decode, image_files, read_image
 from lightning_retrieval.preparation.prepare import open_image, prepare
 from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate
+
+read_pixels = partial(decode, as_pixels=True)
 
 
 def test_images_are_rgb_and_cropped(tmp_path):
