@@ -161,14 +161,11 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
 
 
 def load_transformers(request: BackboneRequest) -> Any:
-    """Import and return transformers, unless the arguments of a request would run code of a repository."""
+    """Import and return transformers."""
     with optional_import(
         f"transformers must be installed for `backbone` hf/{request.name}: pip install 'lightning-retrieval[hf]'."
     ):
         import transformers
-    if request.arguments.get("trust_remote_code"):
-        got = f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}"
-        raise InvalidValue("must not have trust_remote_code", argument="backbone_args", got=got, cure=AS_MODULE)
     return transformers
 
 

@@ -139,9 +139,8 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
         if isinstance(part, nn.ModuleList):  # its parts are called in order
             part = nn.Sequential(*part)
         parts[name] = part
-    got = f"{type(model).__name__} with the parts {', '.join(parts)}"
-    cure = "build it, remove its classifier and give the module"
-    raise InvalidValue("must be a model whose classifier can be found", "Embedder", "backbone", got=got, cure=cure)
+    rule = "must be a model whose classifier can be found"
+    raise InvalidValue(rule, "Embedder", "backbone", got=type(model).__name__)
 
 
 class _InceptionInput(nn.Module):
