@@ -291,7 +291,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             model = kind(config, **settings)
         model.to(config.dtype)
         if has_file and not pretrained.are_skipped():
-            return _with_local_file(str(request.weights), model, settings)
+            return _with_local_file(str(request.weights), model.to("meta"), settings)  # without its random values
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     _check_reads_only(transformers, request)
@@ -318,6 +318,11 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
 
 def _with_local_file(path: str, network: Any, settings: dict[str, Any]) -> Any:
     """A network like the given one, with all weights of a local file, whose names transformers converts.
+
+    Args:
+        path: path of the file.
+        network: the network, which may be on the meta device.
+        settings: the arguments of its constructor besides the config.
 
     Raises:
         FileNotFoundError: if there is no such file.
