@@ -41,7 +41,6 @@ from lightning_retrieval.files import (
     temporary_path,
     writing,
 )
-from lightning_retrieval.first_checks import RULE_OF_CHECKPOINT, check_model_exists
 from lightning_retrieval.invalid import InvalidValue, MissingFile, MissingPackage
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.paths import check_path
@@ -442,9 +441,9 @@ def find_checkpoint(checkpoint: Path) -> Path:
     Raises:
         FileNotFoundError: if the path does not exist, or the folder has no such file.
     """
+    checkpoint = check_path("checkpoint", checkpoint, exists=True)
     if is_checkpoint(checkpoint):
         return checkpoint
-    check_model_exists(checkpoint)
     runs = [run for run in checkpoint.glob("version_*") if run.name.removeprefix("version_").isdecimal()]
     runs.sort(key=lambda run: int(run.name.removeprefix("version_")), reverse=True)
     for run in [checkpoint, *runs]:
@@ -455,4 +454,5 @@ def find_checkpoint(checkpoint: Path) -> Path:
             return best
     got = f"{checkpoint}, in which neither {BEST_CHECKPOINT} nor version_*/{BEST_CHECKPOINT} exists"
     cure = "give the path of a file, or train with ModelCheckpoint(filename='best')"
-    raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got, cure=cure)
+    rule = "must be a checkpoint that training wrote, or the folder of its runs"
+    raise MissingFile(rule, argument="checkpoint", got=got, cure=cure)

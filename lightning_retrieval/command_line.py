@@ -1,52 +1,57 @@
-"""What all commands share: parsers, and messages about errors; it does not import torch, so help appears at once."""
+"""What all commands share: their parser, imports and output. No torch is imported, so help appears at once."""
 
 import argparse
+import ctypes
 import gc
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_retrieval.invalid import Invalid
+from lightning_retrieval.paths import check_path
 
-HELP_WIDTH = 78  # columns of a description
 INTERRUPTED = 130  # exit code after Ctrl-C
+# Settings of glibc's `mallopt`: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD.
+KEEP_MEMORY = {-4: 0, -1: 2**31 - 1, -2: 1 << 26}
 JOINERS = "\u200c\u200d"  # they join or part letters, as in Persian and Hindi, and join the parts of an emoji
-# Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.
-OWNERS = (
-    "",
-    "adapt_head",
-    "embed_images",
-    "export_model",
-    "index_embeddings",
-    "index_images",
-    "report_images",
-    "search_images",
-    "MilvusStore",
-    "RetrievalIndex",
-)
 
 
 @contextmanager
 def imports_of_command() -> Iterator[None]:
     """Import libraries without garbage collections, which would search all objects that torch makes, several times.
 
-    Afterwards these objects are left out of collections. Nothing changes if torch is already imported: then the caller
-    is no new process, and may have garbage.
+    Afterwards these objects are left out of collections. Memory and images are handled as a program of its own may:
+    memory of a batch is kept for the next one, and photographs of any size are opened. Nothing changes if torch is
+    already imported: then the caller is no new process, and may have garbage.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    _keep_memory()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _keep_memory() -> None:
+    """Let glibc keep freed memory, where it would hand back the activations of each batch and take them again.
+
+    The system clears what it hands out, which is up to half of the time of a network on a CPU.
+    """
+    with suppress(OSError, AttributeError):  # another system or C library
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for parameter, value in KEEP_MEMORY.items():
+            mallopt(parameter, value)
 
 
 @contextmanager
@@ -70,55 +75,6 @@ def printable(text: str) -> str:
     return "".join(characters)
 
 
-def command_line_message(
-    command: str, error: Exception, arguments: Iterable[str], *, positional: Mapping[str, str] | None = None
-) -> str:
-    """The message of an error, with arguments of Python functions replaced by command-line options.
-
-    Args:
-        command: the subcommand, such as `index`.
-        error: the error of a Python function, such as `index_images`.
-        arguments: names of the arguments that are options of the subcommand.
-        positional: what the help calls the arguments that have no option, by name.
-
-    Example:
-        >>> from lightning_retrieval.invalid import InvalidValue
-        >>> error = InvalidValue("must be a folder", "index_images", "images", got="x")
-        >>> command_line_message("index", error, ["images"])
-        'index: `--images` must be a folder, got x.'
-    """
-    if isinstance(error, OSError) and error.errno is not None:  # of the system, which does not know the command
-        return f"{command}: {printable(str(error))}."
-    if isinstance(error, Invalid) and error.owner in OWNERS:
-        names = {name: _option(name) for name in arguments}
-        names.update(positional or {})
-        error = error.of(command, index_images="lightning-retrieval index", **names)
-        return with_options(str(error), arguments)
-    return str(error)
-
-
-def _option(name: str) -> str:
-    """The option of an argument, such as `--images` or `-k`."""
-    if len(name) == 1:
-        return f"-{name}"
-    return f"--{name}"
-
-
-def with_options(text: str, arguments: Iterable[str]) -> str:
-    """A text with options in place of arguments of Python functions that it names with their values.
-
-    Args:
-        text: the text.
-        arguments: names of the arguments that are options.
-
-    Example:
-        >>> with_options('set categories=True, or classes="deepest"', ["categories", "classes"])
-        'set --categories True, or --classes deepest'
-    """
-    names = "|".join(map(re.escape, arguments))
-    return re.sub(rf"(?<![\w.-])({names})=(\"?)([\w./-]+)\2", r"--\1 \3", text)
-
-
 def null_for_none(args: Sequence[str]) -> list[str]:
     """Command-line arguments in which each value None is written null, as YAML writes it.
 
@@ -132,17 +88,13 @@ def null_for_none(args: Sequence[str]) -> list[str]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that prints an error as one line without the usage.
-
-    An empty text is no path, although `Path("")` is the current folder: it comes from a variable of a script that is
-    not set.
-    """
+    """A parser that prints an error as one line without the usage, and reads paths by `check_path`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the options; end the program for `--help` or an invalid option."""
         for action in self._actions:
             if action.type is Path:
-                action.type = _path
+                action.type = given_path
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -150,26 +102,12 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, one_line(self.prog, message))
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("must be the path of a file or a folder, got an empty text")
-    return Path(text)
-
-
-def command_parser(command: str, description: str, epilog: str) -> CommandParser:
-    """The parser of a command, whose help wraps the description and keeps the lines of the epilog.
-
-    Args:
-        command: name of the command.
-        description: what it does.
-        epilog: examples, which follow the options.
-    """
-    return CommandParser(
-        f"lightning-retrieval {command}",
-        description=textwrap.fill(description, HELP_WIDTH),
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def given_path(text: str, *, exists: bool = False) -> Path:
+    """The path in an option, with the home folder for `~`; see `check_path`."""
+    try:
+        return check_path("", text, exists=exists)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def one_line(program: str, message: str) -> str:

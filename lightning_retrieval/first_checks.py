@@ -1,19 +1,12 @@
-"""Checks of the files that a user gives to a command. No torch is imported, so that they are made first."""
+"""Checks of files of weights and folders of images that a user gives."""
 
 import os
 from pathlib import Path
 
 from lightning_retrieval.invalid import MissingFile
+from lightning_retrieval.paths import check_path, cure_of_missing
 
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
-RULE_OF_CHECKPOINT = "must be a checkpoint that training wrote, or the folder of its runs"
-
-
-def check_model_exists(checkpoint: Path) -> None:
-    """Raise unless there is a file or a folder."""
-    if not (checkpoint.is_file() or checkpoint.is_dir()):
-        got = f"{checkpoint}, which does not exist"
-        raise MissingFile(RULE_OF_CHECKPOINT, argument="checkpoint", got=got)
 
 
 def is_local_file(weights: str | None) -> bool:
@@ -26,10 +19,13 @@ def is_local_file(weights: str | None) -> bool:
 def check_weights_exist(weights: Path) -> None:
     """Raise unless there is a file of weights."""
     if not weights.is_file():
-        raise MissingFile("must be a file of weights", argument="weights", got=f"{weights}, which is not a file")
+        got, cure = f"{weights}, which is not a file", cure_of_missing(weights)
+        raise MissingFile("must be a file of weights", argument="weights", got=got, cure=cure)
 
 
-def check_images_exist(folder: Path) -> None:
-    """Raise unless there is a folder of images."""
+def folder_of_images(images: Path) -> Path:
+    """The path of a folder of images; raises unless there is a folder."""
+    folder = check_path("images", images, exists=True)
     if not folder.is_dir():
-        raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is not a folder")
+        raise MissingFile("must be a folder of images", argument="images", got=f"{folder}, which is a file")
+    return folder

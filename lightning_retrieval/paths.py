@@ -6,9 +6,13 @@ another Unicode form or case, `\\` for `/`, or a folder too many.
 
 import os
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 from lightning_retrieval.invalid import InvalidValue, MissingFile
+
+ExistingPath = Annotated[Path, "exists"]  # of an option of a command that names a file or a folder which must be there
 
 
 def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exists: bool = False) -> Path:
@@ -37,6 +41,26 @@ def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exi
         got = f"{path}, which does not exist"
         raise MissingFile(rule, owner, name, got=got, cure=cure_of_missing(path))
     return path
+
+
+def check_links(name: str, folder: Path, *, owner: str = "") -> None:
+    """Raise if a link in a folder leads out of it, so that what is written there would be written elsewhere.
+
+    Args:
+        name: name of the argument with the folder.
+        folder: the folder, which need not exist.
+        owner: the class or function whose argument it is.
+
+    Raises:
+        ValueError: if there is such a link, at any depth.
+    """
+    top = os.path.realpath(folder)
+    for parent, folders, files in os.walk(folder):
+        for entry in (*folders, *files):
+            path = Path(parent, entry)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
+                rule = "must be a folder without links that lead out of it"
+                raise InvalidValue(rule, owner, name, got=f"{path}, which leads to {os.readlink(path)}")
 
 
 def find_file(root: Path, *candidates: str, root_name: str = "root", argument: str = "") -> Path:
@@ -89,6 +113,21 @@ def cure_of_missing(path: Path) -> str:
         if shorter.exists():
             return f"leave out {parts[position]}, since there is {shorter}"
     return ""
+
+
+def cure_of_names(names: Iterable[str], paths: Iterable[str], folder: Path | None) -> str:
+    """What helps if a table lacks images, because it names them otherwise; "" if it is not known.
+
+    Args:
+        names: the names in the table.
+        paths: the paths of the images, relative to the folder.
+        folder: the folder; None if it is not known.
+    """
+    known = set(paths)
+    unknown = [name for name in names if name not in known]
+    if folder is None or not unknown:
+        return ""
+    return cure_of_missing(folder / unknown[0])
 
 
 def _similar(path: Path) -> Path | None:

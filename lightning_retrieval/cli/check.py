@@ -4,18 +4,18 @@ import argparse
 import inspect
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.command_line import (
+    CommandParser,
+    given_path,
     imports_of_command,
     null_for_none,
     one_line,
     printable,
-    with_options,
 )
 from lightning_retrieval.invalid import Invalid
 
@@ -64,10 +64,10 @@ def check(args: Sequence[str]) -> int:
     except (ImportError, OSError, ValueError) as error:
         if isinstance(error, Invalid):
             error = error.of("check", **{name: f"--{name}" for name in settings})
-        print(with_options(str(error), settings), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     for line in str(report).splitlines():
-        print(printable(with_options(line, settings)))
+        print(printable(line))
     if report.ok:
         return 0
     return 1
@@ -104,7 +104,7 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         if HELP.isdisjoint(args):
             parser.error(f"--data is required, the name of the data module, such as {EXAMPLE}")
         parser.parse_args(args)  # this call ends the program with the help
-    _check_root(parser, named.data, rest)
+    _check_root(named.data, rest)
     _print_start(named.data, rest)
     with imports_of_command():
         known = data_modules()
@@ -119,13 +119,12 @@ def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     return data_module, settings
 
 
-def _check_root(parser: "_Parser", data: str, args: Sequence[str]) -> None:
+def _check_root(data: str, args: Sequence[str]) -> None:
     """Exit if the folder of a data set does not exist, before libraries are imported, which takes seconds."""
-    first = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
-    first.add_argument("--root", f"{PREFIX}root", type=Path)
-    root = first.parse_known_args(args)[0].root
-    if data in DATA_MODULES and root is not None and not root.expanduser().exists():
-        parser.error(f"--root must be the folder of the data set, got {root}, which does not exist")
+    first = CommandParser(PROGRAM, add_help=False, allow_abbrev=False)
+    first.add_argument("--root", f"{PREFIX}root", type=partial(given_path, exists=True))
+    if data in DATA_MODULES:
+        first.parse_known_args(args)
 
 
 def _without_prefix(argument: str) -> str:
@@ -154,4 +153,4 @@ class _Parser(ArgumentParser):
         """Print the error and exit."""
         if not self.exit_on_error:  # the parser of a class, whose name only the other parser knows
             super().error(message, ex)
-        self.exit(2, one_line(PROGRAM, invalid_value(message) or message))
+        self.exit(2, one_line(PROGRAM, " ".join(message.split())))

@@ -3,28 +3,26 @@
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from lightning_retrieval.command_line import command_parser, printable
+from lightning_retrieval.command_line import printable
 from lightning_retrieval.version import __version__
 
-DESCRIPTION = (
-    "Print versions of Python, the system, GPUs and all packages that the library can use. Paste the lines into a bug "
-    "report."
-)
 DISTRIBUTION = "lightning-retrieval"
 NOT_INSTALLED = "not installed"
 TOOLS = ("dev", "docs", "test")  # extras for those who work on the library itself
 ALSO_SHOWN = ("numpy", "pillow", "pytorch-metric-learning")  # used through other packages, or given by users
 
 
-def env(args: Sequence[str]) -> int:
-    """Print one line for each fact, and return the exit code 0."""
-    parser = command_parser("env", DESCRIPTION, "example:\nlightning-retrieval env > env.txt")
-    parser.parse_args(args)
+def env() -> int:
+    """Print versions of Python, the system, GPUs and all packages that the library can use, as a bug report needs them.
+
+    Example:
+        lightning-retrieval env > env.txt
+    """
     for name, value in environment():
         print(f"{name + ':':28} {printable(value)}", flush=True)
     return 0

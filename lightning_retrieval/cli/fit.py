@@ -1,22 +1,19 @@
-"""`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
+"""`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI that continues runs."""
 
-import argparse
-import inspect
+import os
 import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import DefaultHelpFormatter, Namespace, get_loader, set_dumper, set_loader
+from jsonargparse import Namespace, get_loader, set_dumper, set_loader
 
 from lightning_retrieval import callbacks, datamodules
-from lightning_retrieval.arguments import constructor_parameters
 from lightning_retrieval.backend import (
     LightningArgumentParser,
     LightningCLI,
@@ -44,19 +41,17 @@ from lightning_retrieval.checkpoints import (
     read_checkpoint,
 )
 from lightning_retrieval.checks import first_line, first_of, short_repr
-from lightning_retrieval.cli.invalid_values import invalid_value
 from lightning_retrieval.cli.resume import FORMAT_LINE, check_format, find_checkpoint_of_run, find_last_checkpoint
-from lightning_retrieval.command_line import command_line_message, null_for_none
+from lightning_retrieval.command_line import null_for_none
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # for --model DetectionModule
 from lightning_retrieval.files import NOT_WRITABLE, folder_lock, new_file, reason, writing
-from lightning_retrieval.invalid import Invalid, InvalidValue, NotWritten, owned_by
+from lightning_retrieval.invalid import Invalid, InvalidValue, MissingFile, NotWritten, owned_by
 from lightning_retrieval.loading import module_of_checkpoint
 from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import (
     INSTALLED,
     KWARGS,
     add_named_packages,
-    is_variadic,
     load_function,
 )
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -66,51 +61,33 @@ from lightning_retrieval.training.run_report import RunProgressBar, quiet_traine
 
 # Arguments of a module that an evaluation depends on.
 OF_EVALUATION = ("embedder", "sides", "relevance", "eval_scales", "eval_scales_pooling", "whitening")
-MORE_HELP = """\
---data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
-class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
-others. `lightning-retrieval check --help` lists the data modules.
-
-example:
-"""
+HELP = (  # added to that of LightningCLI
+    "--data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, as do --model.help, "
+    "--trainer.logger.help, --trainer.callbacks.help and others. `lightning-retrieval check --help` lists the data "
+    "modules. Example: lightning-retrieval "
+)
 EXAMPLES = {
-    "fit": "lightning-retrieval fit --config examples/glyphs.yaml",
-    "validate": "lightning-retrieval validate --config config.yaml --ckpt_path best.ckpt",
-    "test": "lightning-retrieval test --config config.yaml --ckpt_path best.ckpt",
-    "predict": "lightning-retrieval predict --config config.yaml --ckpt_path best.ckpt",
+    "fit": "fit --config examples/glyphs.yaml",
+    "validate": "validate --config config.yaml --ckpt_path best.ckpt",
+    "test": "test --config config.yaml --ckpt_path best.ckpt",
+    "predict": "predict --config config.yaml --ckpt_path best.ckpt",
 }
 CONFIGS = "lightning-retrieval"  # name of the mode of jsonargparse that reads configs
-TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
-# The compact help shows the name of each option, the first sentence of its description, and its default.
-NAME_WIDTH = 47  # columns for the name, if the description is on the same line
-INDENT = 4  # further indentation, in columns, of a description on separate lines
-FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
-LEADING_DEFAULT = re.compile(r"^Defaults to `+\w+`+\. ")  # before the first sentence that describes an option
-# Patterns of error messages of jsonargparse.
-# This pattern finds a sentence of this library in a longer message.
-OF_NESTED = re.compile(r"^[ -]*(\w+ has no argument .*)$", flags=re.MULTILINE)
-UNKNOWN_ARGUMENT = re.compile(
-    r"(?:Parser key \"([\w.]+)\":\s+)?Problem with given class_path '([\w.]+)':\s+Option '([\w-]+)[\w.-]*' is not"
-)
-UNKNOWN_MODULE = re.compile(r"Problem with given class_path '([\w.]+)':\s+No module named '([\w.]+)'")
-OTHER_CLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
-BASES = {"CheckpointedModule": ("model", "RetrievalModule"), "LightningDataModule": ("data", "LightningDataModule")}
-OF_SWEEP = re.compile(r"does not accept option 'parameters\.")
-SWEEP = "--config must be a config of a run, got one of a sweep of Weights & Biases; `wandb sweep FILE` starts a sweep"
-DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
-def fit(args: Any = None) -> None:
+def fit(args: Any = None, configs: Sequence[str] = ()) -> None:
     """Run `fit`, `validate`, `test` or `predict`.
 
     Args:
         args: the arguments with the subcommand first, or a parsed config; if None, the arguments of the process.
+        configs: the files in `args` that an error names.
     """
     for name in datamodules.__all__:  # imported, a data module can be named without its package
         getattr(datamodules, name)
-    parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
+    parser_settings: dict[str, Any] = {"prog": "lightning-retrieval", "configs": configs}
     for subcommand, example in EXAMPLES.items():
-        parser_settings[subcommand] = {"epilog": MORE_HELP + example}
+        usage = f"lightning-retrieval {subcommand} [options]"
+        parser_settings[subcommand] = {"epilog": HELP + example, "usage": usage, "configs": configs}
     with quiet_trainer():
         RetrievalCLI(
             CheckpointedModule,
@@ -126,19 +103,37 @@ def fit(args: Any = None) -> None:
         )
 
 
-def _of_this_backend(args: Sequence[str]) -> list[str]:
-    """The arguments of a command, with Lightning's classes as in the package that this process uses."""
+def _as_meant_here(args: Sequence[str]) -> list[str]:
+    """The arguments of a command, each with its value as in a config, see `_value`."""
     changed = []
     for argument in args:
         option, equals, value = argument.rpartition("=")
-        changed.append(option + equals + of_this_backend(value))
+        changed.append(option + equals + _value(value))
     return changed
 
 
+def _value(value: Any) -> Any:
+    """A value of a config, with Lightning's classes as in the package that this process uses.
+
+    A path that begins with `~` becomes one in the home folder, since it may be for a class that does not know it.
+    """
+    if isinstance(value, dict):
+        return {key: _value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_value(item) for item in value]
+    is_path = isinstance(value, str) and value.startswith("~") and ("/" in value or os.sep in value)
+    if is_path:
+        return str(check_path("", value))
+    return of_this_backend(value)
+
+
 def _load_config(text: str) -> Any:
-    """The value of a config or of an option, with Lightning's classes as in the package that this process uses."""
+    """The content of a config, or the value of an option."""
     check_format(text)
-    return of_this_backend(get_loader("yaml")(text))
+    try:
+        return _value(get_loader("yaml")(text))
+    except MissingFile as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 set_loader(CONFIGS, _load_config, exceptions=(yaml.YAMLError,))
@@ -241,8 +236,6 @@ class RetrievalCLI(LightningCLI):
         options = self.config[self.config.subcommand]
         path = options.get("ckpt_path")
         try:
-            if path:
-                check_path("--ckpt_path", path, owner=self._owner)
             is_folder = path and Path(path).is_dir() and not is_checkpoint(Path(path))
             if is_folder and self.config.subcommand != "fit":
                 path = options.ckpt_path = str(find_checkpoint(Path(path)))
@@ -278,7 +271,7 @@ class RetrievalCLI(LightningCLI):
             message = _sentence(error)
             if message is None:
                 raise
-            self.parser.error(message)
+            self.parser.error(message, error)
 
     def _instantiate_with_checkpoint(self) -> None:
         """Create the objects of the config, but with the model of the checkpoint instead of the config's model."""
@@ -402,7 +395,7 @@ class RetrievalCLI(LightningCLI):
                 raise
             except OSError as error:  # a full disk, or a folder that cannot be written to
                 if error.errno in NOT_WRITABLE:
-                    self.parser.error(command_line_message(f"lightning-retrieval {subcommand}", error, ()))
+                    self.parser.error(f"{self._owner}: {error}")
                 raise
 
     @contextmanager
@@ -415,7 +408,7 @@ class RetrievalCLI(LightningCLI):
         given = self._get(self.config_init, "run_folder")
         with ExitStack() as stack:
             if given is not None and self.trainer.global_rank == 0:
-                folder = Path(given).expanduser()
+                folder = Path(given)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(folder_lock(folder))
@@ -516,143 +509,44 @@ def _sentence(error: BaseException) -> str | None:
     """
     cause: BaseException | None = error
     while cause is not None:
-        is_missing = isinstance(cause, ModuleNotFoundError) and cause.name is None
-        if is_missing and "`tensorboardX`" in str(cause):  # Lightning's message
-            return TENSORBOARD
+        is_missing = isinstance(cause, ModuleNotFoundError) and cause.name is None  # a message about what to install
         if is_missing or isinstance(cause, Invalid):
             return str(cause)
         cause = cause.__cause__
     return None
 
 
-class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Formats each option as its name, the first sentence of its description, and its default.
-
-    All three are on one line if the terminal is wide enough; otherwise, the sentence and the default start a new line.
-    An option `--NAME.help`, which shows the settings of a class, is omitted if NAME contains a dot.
-    """
-
-    def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
-        actions = list(actions)
-        for action in actions:
-            if action.option_strings and "." in action.dest:
-                return f"usage: {self._prog} [options]\n\n"
-        formatted: str = super()._format_usage(usage, actions, *args, **kwargs)
-        return formatted
-
-    def start_section(self, heading: str | None) -> None:
-        """Start a section; its heading is the first sentence of a docstring."""
-        if heading:
-            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # argparse appends a colon
-        super().start_section(heading)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Format a description: only lines that are too long are wrapped."""
-        lines = []
-        for line in text.splitlines():
-            lines += textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent) or [""]
-        return "\n".join(lines)
-
-    def _format_action(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.help == argparse.SUPPRESS:
-            return super()._format_action(action)
-        name = _names(action)
-        if name.endswith(".help") and name.count(".") > 1:
-            return ""
-        description = " ".join((self._expand_help(action) or "").split())
-        text = FIRST_SENTENCE.split(LEADING_DEFAULT.sub("", description))[0].rstrip(".") + _ending(action, description)
-        name = " " * self._current_indent + name
-        line = f"{name}  ".ljust(NAME_WIDTH) + text.strip()
-        if len(line) <= self._width:
-            return line.rstrip() + "\n"
-        indent = " " * (self._current_indent + INDENT)
-        below = textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=indent)
-        return f"{name}\n{below}\n"
-
-
-def _names(action: argparse.Action) -> str:
-    """The names of an option, except the variant `--NAME+`, which appends to a list."""
-    return ", ".join(name for name in action.option_strings if not name.endswith("+"))
-
-
-def _ending(action: argparse.Action, description: str) -> str:
-    """The end of an option's line: "required", or the default if there is one."""
-    if action.required:
-        return " (required)"
-    default = DEFAULT.search(description)
-    if default is None or default[1] == "null":
-        return ""
-    return f" [{default[1]}]"
-
-
 class _Parser(LightningArgumentParser):
-    """A parser with compact help, also of subcommands and classes, and a clear error if model or data are missing."""
+    """A parser that reads values as `_value` says, and writes the number of the format into each config."""
 
     def __init__(
         self,
         *args: Any,
-        formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter,
+        configs: Sequence[str] = (),
         parser_mode: str = CONFIGS,
         dump_header: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._configs = configs
         if dump_header is not None:
             dump_header = [*dump_header, FORMAT_LINE]
-        super().__init__(
-            *args, formatter_class=formatter_class, parser_mode=parser_mode, dump_header=dump_header, **kwargs
-        )
+        super().__init__(*args, parser_mode=parser_mode, dump_header=dump_header, **kwargs)
 
     def parse_args(self, args: Any = None, *further: Any, **settings: Any) -> Any:
         """Parse arguments, in which None and null are the same, and so are Lightning's two packages."""
         if args is None:
             args = sys.argv[1:]
-        return super().parse_args(null_for_none(_of_this_backend(args)), *further, **settings)
+        try:
+            meant = _as_meant_here(args)
+        except Invalid as error:
+            self.error(str(error))
+        return super().parse_args(null_for_none(meant), *further, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print an error and exit. If the model or the data are missing, the error mentions `--config`."""
-        if message.startswith("the following arguments are required: "):
-            message += "; give a config, --config FILE"
-        sentence = _explained(message)
-        if sentence is None and self.exit_on_error:  # the parser of a class does not know the name of the class
-            sentence = invalid_value(message)
-        super().error(sentence or message, ex)
-
-
-def _explained(message: str) -> str | None:
-    """A sentence to replace jsonargparse's message about an unknown name or a config of another program; else None."""
-    if OF_SWEEP.search(message) is not None:
-        return SWEEP
-    no_module = UNKNOWN_MODULE.search(message)
-    if no_module is not None:
-        return (
-            f"the config names the class {no_module[1]}, but there is no module {no_module[2]}; install its package, "
-            "or run `python -m lightning_retrieval.cli`, which is the same command, in the folder that has the module"
-        )
-    other = OTHER_CLASS.search(message)
-    if other is not None and other[2] in BASES:
-        key, base = BASES[other[2]]
-        return f"`{key}` must be of the class {base} or a subclass, got {other[1]}"
-    of_nested = OF_NESTED.search(message)
-    if of_nested is not None:
-        return of_nested[1]
-    unknown = UNKNOWN_ARGUMENT.search(message)
-    if unknown is None or invalid_value(message[: unknown.start()]):
-        return None
-    return _unknown_argument(*unknown.groups())
-
-
-def _unknown_argument(key: str | None, path: str, unknown: str) -> str | None:
-    """A sentence on an unknown argument of a class; None if the class is not known."""
-    module, _, name_of_class = path.rpartition(".")
-    cls = getattr(sys.modules.get(module), name_of_class, None)  # jsonargparse has imported its module
-    if name_of_class in BASES:  # it takes the place of a class that is not named
-        key = BASES[name_of_class][0]
-        return f"`{key}` must name its class as class_path, and have arguments such as {unknown} as init_args"
-    if not inspect.isclass(cls):  # the name is that of a function, or of a class inside a class
-        return None
-    names = [parameter.name for parameter in constructor_parameters(cls) if not is_variadic(parameter)]
-    of_class = f"{key or 'it'} is a {name_of_class}, whose arguments are {', '.join(names)}"
-    return f"{name_of_class} has no argument {unknown}; {of_class}"
+        """Print an error, if it is one of jsonargparse with the names of the configs, and exit."""
+        if ex is not None and self._configs:
+            message = f"{message}\nThe config is {' and '.join(self._configs)}."
+        super().error(message, ex)
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -12,27 +12,22 @@
     lightning-retrieval completion SHELL
     lightning-retrieval env
     lightning-retrieval example NAME
-    lightning-retrieval shrink PHOTOS SMALL --size 288
+    lightning-retrieval shrink IMAGES OUTPUT --size 288
 
-The commands that use a trained model are in `lightning_retrieval.search.commands`, each in the module of its name. The
-module is imported after the options have been parsed, so that help does not wait for torch.
+A command is a typed function, whose signature and docstring make its options and help. The libraries that it works with
+are imported when it runs, so that help does not wait for torch.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lightning_retrieval.command_line import (
-    CommandParser,
-    command_line_message,
-    command_parser,
-    imports_of_command,
-    read_by_another_program,
-)
+from lightning_retrieval.cli.from_signature import TYPES_OF_PATHS, add_options, call, command_parser, error_message
+from lightning_retrieval.command_line import CommandParser, imports_of_command, read_by_another_program
 from lightning_retrieval.invalid import Invalid, InvalidType
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.version import __version__
 
 EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # the messages of these errors say what the user can change
@@ -55,14 +50,24 @@ OTHER_COMMANDS = {
     "completion": "Print a script that completes commands and options: bash, zsh or tcsh",
     "env": "Print the versions that a bug report needs",
     "example": "Write the config of an example: glyphs",
-    "shrink": "Copy a folder with smaller images, which are read faster: PHOTOS SMALL --size 288",
+    "shrink": "Copy a folder with smaller images, which are read faster: IMAGES OUTPUT --size 288",
 }
-SEARCH_COMMANDS = "lightning_retrieval.search.commands"  # has a module for each of the other commands
+SEARCH_COMMANDS = "lightning_retrieval.search.commands.functions"  # has the functions of the others
+COMMANDS_OF_CLI = ("env", "example", "shrink")  # each is a function of the module of its name in this package
 WITHOUT_LIGHTNING = ("completion", "env", "example")  # these commands run whatever the environment variable names
-SHELLS = ("bash", "zsh", "tcsh")
-COMPLETION_EXAMPLE = """\
-lightning-retrieval completion bash \\
-  > ~/.local/share/bash-completion/completions/lightning-retrieval"""
+# Owners of the errors that a command reports as its own; an error without an owner is one of the command itself.
+OWNERS = (
+    "",
+    "adapt_head",
+    "embed_images",
+    "export_model",
+    "index_embeddings",
+    "index_images",
+    "report_images",
+    "search_images",
+    "MilvusStore",
+    "RetrievalIndex",
+)
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FILE_OPTIONS = (
     "--config",
@@ -84,6 +89,7 @@ def main(args: Any = None) -> None:
     Raises:
         TypeError: if `args` is a single string or a number.
     """
+    configs: list[str] = []
     given = args
     if args is None:
         given = sys.argv[1:]
@@ -94,7 +100,7 @@ def main(args: Any = None) -> None:
     if is_list:
         command = _parse_command(given)
         if command in LIGHTNING_COMMANDS:
-            _check_configs(command, given[1:])
+            configs = _existing_configs(command, given[1:])
         if command not in WITHOUT_LIGHTNING:
             _check_backend(command)
         if command in OTHER_COMMANDS:
@@ -107,18 +113,26 @@ def main(args: Any = None) -> None:
     with imports_of_command():
         from lightning_retrieval.cli.fit import fit
 
-    fit(args)
+    fit(args, configs)
 
 
-def _check_configs(command: str, args: Sequence[str]) -> None:
-    """Exit if `--config` names no file, before libraries are imported, which takes seconds."""
+def _existing_configs(command: str, args: Sequence[str]) -> list[str]:
+    """The files of `--config`; exits if one is missing, before libraries are imported, which takes seconds."""
     parser = CommandParser(f"lightning-retrieval {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", "-c", action="append", default=[])
+    found = []
     for config in parser.parse_known_args(args)[0].config:
-        path = Path(config).expanduser()
-        is_missing = path.suffix in CONFIG_SUFFIXES and "://" not in config and not path.exists()
-        if is_missing or path.is_dir():
-            parser.error(f"--config must be an existing file, got {config or 'an empty text'}")
+        is_text = config and not config.endswith(CONFIG_SUFFIXES)
+        if is_text or "://" in config:  # jsonargparse also accepts the text of a config, and an address
+            continue
+        try:
+            path = check_path("--config", config, exists=True)
+        except Invalid as error:
+            parser.error(str(error))
+        if path.is_dir():
+            parser.error(f"--config must be a file, got {path}")
+        found.append(str(path))
+    return found
 
 
 def _parse_command(args: Sequence[str]) -> str:
@@ -161,58 +175,38 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.check import check
 
         return check(args)
-    if command == "completion":
-        return _print_completion(args)
-    if command == "env":
-        from lightning_retrieval.cli.env import env
-
-        return env(args)
-    if command == "example":
-        from lightning_retrieval.cli.example import example
-
-        return example(args)
-    if command == "shrink":
-        from lightning_retrieval.cli.shrink import shrink
-
-        return shrink(args)
-    options, names = import_module(f"{SEARCH_COMMANDS}.options").parse(command, args)
+    function = _function(command)
+    parser = command_parser(command, function)
+    options = parser.parse_args(args)
     try:
-        import_module("lightning_retrieval.search.rules").check_options(command, options)  # before torch is imported
-    except EXPECTED_ERRORS as error:
-        print(command_line_message(command, error, names), file=sys.stderr)
-        return 2
-    with imports_of_command():
-        work = getattr(import_module(f"{SEARCH_COMMANDS}.{command}"), command)
-
-        from lightning_retrieval.plain_data import import_named_module
-
-    try:
-        for name in options.import_module:
-            import_named_module("--import_module", name)
-        del options.import_module
-        unreadable = work(options)
+        return int(call(function, options))
     except BrokenPipeError:
         raise
     except EXPECTED_ERRORS as error:
-        print(command_line_message(command, error, names), file=sys.stderr)
+        print(error_message(command, error, parser, OWNERS), file=sys.stderr)
         return 2
-    for image in unreadable:
-        print(f"{command}: {image}; skipped.", file=sys.stderr)
-    if unreadable:
-        return 1
-    return 0
 
 
-def _print_completion(args: Sequence[str]) -> int:
-    """Print a script with which a shell completes commands, options and files, and return the exit code."""
-    parser = command_parser(
-        "completion",
-        "Print a script with which a shell completes commands, options and files.",
-        f"example:\n{COMPLETION_EXAMPLE}",
-    )
-    parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
-    shell = parser.parse_args(args).shell
+def _function(command: str) -> Callable[..., int]:
+    """The typed function of a command, whose module is imported only now."""
+    if command == "completion":
+        return completion
+    module = SEARCH_COMMANDS
+    if command in COMMANDS_OF_CLI:
+        module = f"lightning_retrieval.cli.{command}"
+    function: Callable[..., int] = getattr(import_module(module), command)
+    return function
 
+
+def completion(shell: Literal["bash", "zsh", "tcsh"], /) -> int:
+    """Print a script with which a shell completes commands, options and files.
+
+    Args:
+        shell: shell that reads the script.
+
+    Example:
+        lightning-retrieval completion bash > ~/.local/share/bash-completion/completions/lightning-retrieval
+    """
     import shtab
 
     print(shtab.complete(_parser_of_all_commands(), shell))
@@ -225,11 +219,8 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
     from jsonargparse import capture_parser
 
     from lightning_retrieval.cli.check import DATA_MODULES
-    from lightning_retrieval.cli.example import add_options as add_options_of_example
     from lightning_retrieval.cli.fit import fit
-    from lightning_retrieval.cli.shrink import add_options as add_options_of_shrink
 
-    options = import_module(f"{SEARCH_COMMANDS}.options")
     parser = argparse.ArgumentParser("lightning-retrieval")
     commands = parser.add_subparsers()
     (of_lightning,) = (
@@ -242,18 +233,10 @@ def _parser_of_all_commands() -> argparse.ArgumentParser:
         elif name == "check":
             command.add_argument("--data", choices=DATA_MODULES)
             command.add_argument("--root")
-        elif name == "completion":
-            command.add_argument("shell", choices=SHELLS)
-        elif name == "env":
-            continue
-        elif name == "example":
-            add_options_of_example(command)
-        elif name == "shrink":
-            add_options_of_shrink(command)
         else:
-            options.COMMANDS[name].add_options(command)
+            add_options(command, _function(name))
         for action in command._actions:
-            if action.type is Path or not set(FILE_OPTIONS).isdisjoint(action.option_strings):
+            if action.type in TYPES_OF_PATHS.values() or not set(FILE_OPTIONS).isdisjoint(action.option_strings):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 

@@ -16,8 +16,9 @@ from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
@@ -58,7 +59,7 @@ def shrink_images(
         OSError: if a copy cannot be written.
     """
     check_integer("size", size, 1, MOST_PIXELS)
-    check_images_exist(images)
+    images, output = folder_of_images(images), check_path("output", output)
     paths = image_files(images).paths
     if not paths:
         raise InvalidValue("must be a folder of images", argument="images", got=f"{images}, which holds no image")

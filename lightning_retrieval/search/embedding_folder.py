@@ -28,7 +28,6 @@ from jaxtyping import Float, Float32, Int64
 from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
-    cure_of_other_form,
     delete_temporary_files,
     folder_lock,
     is_lock,
@@ -40,6 +39,7 @@ from lightning_retrieval.files import (
 )
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.formats import EMBEDDINGS
 
 FILE_FORMATS = ("parquet", "npy")
@@ -269,6 +269,7 @@ class EmbeddingFolder:
             FileNotFoundError: if the folder holds no embeddings.
             ValueError: if its manifest is damaged, or a shard is missing.
         """
+        path = check_path("embeddings", path)
         folder = cls(path, _read_manifest(path))
         present = len(list(path.glob(f"part-*.{folder.manifest.file_format}")))
         all_shards = range(min(len(folder), present + 1))  # a manifest may claim any number of them
@@ -429,7 +430,8 @@ class EmbeddingFolder:
         unlabelled = [path for path, label in zip(paths, found) if label is None]
         given, cure = name, "embed a table with the columns image and label"
         if labels is not None:
-            given, cure = "labels", cure_of_other_form(unlabelled, labels) or "add their rows to the table"
+            images = Path(str(self.manifest.about.get("images")))
+            given, cure = "labels", cure_of_names(labels, paths, images) or "add their rows to the table"
         if unlabelled or not found:
             got = f"{self.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
             raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)

@@ -19,7 +19,7 @@ def name_folder(folder: Path) -> str:
         folder: an existing folder.
     """
     real = os.fsencode(os.path.realpath(folder))
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
         if real not in _named_folders():
             file = _list_of_folders()
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def is_named(folder: Path) -> bool:
     Args:
         folder: a folder.
     """
-    with suppress(OSError, ValueError):  # there is no list, or the path holds a null character
+    with suppress(OSError, RuntimeError, ValueError):  # no list, no home folder, or a null character in the path
         return os.fsencode(os.path.realpath(folder)) in _named_folders()
     return False
 

@@ -1,9 +1,8 @@
 """`lightning-retrieval adapt`: train a head on embeddings that `embed` wrote, and write a checkpoint with it."""
 
-import argparse
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,19 +21,19 @@ from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, rep
 from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import AdaptedEmbedder, Head
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.embedding import (
     LoadedModel,
-    UnreadableImage,
+    check_table_given,
     recorded_model,
     shown_model,
 )
 from lightning_retrieval.search.commands.index import read_image_rows
 from lightning_retrieval.search.commands.of_checkpoint import print_guess
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.rules import check_new_file, check_table_given, loss_arguments
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
@@ -75,16 +74,8 @@ class LabelledSet(NamedTuple):
     labels: Int[Tensor, " rows"]
 
 
-def adapt(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was found. No image is read, so none is unreadable."""
-    settings = dict(vars(options))
-    settings["loss"] = named_loss(options.loss, settings.pop("loss_args"))
-    done = adapt_head(**settings)
-    print(f"{options.output}: {_summary(done)}")
-    return []
-
-
-def _summary(done: AdaptedHead) -> str:
+def summary(done: AdaptedHead) -> str:
+    """What was found."""
     low, high = done.interval
     text = (
         f"mAP of {done.classes} held-out classes {done.after:.4f}, of the features {done.before:.4f} (mean difference "
@@ -99,24 +90,23 @@ def _summary(done: AdaptedHead) -> str:
 
 
 @owned_by(OWNER)
-def named_loss(name: str, arguments: str) -> nn.Module:
+def named_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """The loss that the user names.
 
     Args:
         name: name of a loss of this library or of pytorch-metric-learning, or the dotted path of a class.
-        arguments: arguments of the loss, as a JSON object.
+        arguments: arguments of the loss.
 
     Raises:
         ValueError: if there is no such loss, or the arguments are invalid.
     """
-    parsed = loss_arguments(arguments)
     path = name
     if "." not in name:
         path = f"pytorch_metric_learning.losses.{name}"
         if name in losses.__all__:
             path = f"lightning_retrieval.{name}"
     try:
-        return rebuild("loss", {"class_path": path, "init_args": parsed}, nn.Module)
+        return rebuild("loss", {"class_path": path, "init_args": dict(arguments)}, nn.Module)
     except InvalidType as error:  # for a command, whose options are texts, each is a value
         raise InvalidValue(error.rule, argument="loss", got=error.got) from None
 
@@ -174,7 +164,9 @@ def adapt_head(
     check_positive("lr", lr)
     check_integer("max_epochs", max_epochs, least=1)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, least=0))
-    check_new_file(output)
+    output = check_path("output", output)
+    if not output.parent.is_dir() or output.is_dir():
+        raise InvalidValue("must be a file in an existing folder", argument="output", got=output)
     folder = EmbeddingFolder.load(embeddings)
     module = _embedding_module(folder.manifest, checkpoint, output, overwrite)
     if embedding_dim is None:
@@ -226,7 +218,7 @@ def _is_of(output: Path, loaded: LoadedModel) -> bool:
 def _labels_of_table(table: Path | None, table_format: TableFormat) -> Mapping[str, str] | None:
     """The label of each path in a table; None without a table."""
     if table is None:
-        check_table_given(None, argument="labels", columns=table_format.columns, delimiter=table_format.delimiter)
+        check_table_given(None, "labels", table_format)
         return None
     table_of_labels, row_of = read_image_rows("labels", table, ("image", "label"), table_format=table_format)
     if "label" not in table_of_labels:

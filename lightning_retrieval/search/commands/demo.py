@@ -1,13 +1,12 @@
 """`lightning-retrieval demo`: a Gradio page that searches an index for an image or, if the model takes it, a text."""
 
-import argparse
 import os
 import re
 import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +14,16 @@ import numpy as np
 import torch
 from PIL import Image
 
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import remove
-from lightning_retrieval.invalid import Failed
+from lightning_retrieval.invalid import Failed, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.preparation.prepare import open_image
-from lightning_retrieval.search.commands.embedding import UnreadableImage
-from lightning_retrieval.search.commands.options import searcher_settings
 from lightning_retrieval.search.commands.search_images import Hit, ImageSearcher, QueryResult, image_folder
-from lightning_retrieval.search.commands.stores import opened_index
 from lightning_retrieval.search.html_page import FONTS
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.rules import check_folder_of_index
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 if TYPE_CHECKING:
@@ -52,14 +48,30 @@ SIDE = 320  # approximate number of pixels of the longer side of a shown image
 STYLE = Path(__file__).with_name("demo.css")
 
 
-def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: serve the page until Ctrl-C. Visitors' files are deleted after 10 minutes and at the end."""
-    try:
-        with _ended_by_signals():
-            _serve(options)
-    except KeyboardInterrupt:
-        pass
-    return []
+def run_demo(index: EmbeddingStore, images: Path | None, *, k: int, host: str, port: int, **settings: Any) -> None:
+    """Serve the page until Ctrl-C. Visitors' files are deleted after 10 minutes and at the end.
+
+    Args:
+        index: an index.
+        images: folder of its images; if None, the one that it records.
+        k: as for `serve_demo`.
+        host: as for `serve_demo`.
+        port: as for `serve_demo`.
+        **settings: as for `ImageSearcher`.
+    """
+    check_integer("k", k, least=1)
+    check_integer("port", port, least=1, most=65535)
+    with suppress(KeyboardInterrupt), _ended_by_signals(), private_uploads() as uploads:
+        folder = image_folder(images, index)
+        if not folder.is_dir():
+            rule = "must be the folder of the index's images"
+            raise InvalidValue(rule, argument="images", got=f"{folder}, which is not a folder")
+        page = serve_demo(ImageSearcher(index, **settings), folder, k=min(k, len(index)), host=host, port=port)
+        print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
+        try:
+            delete_files_from_time_to_time(uploads)
+        finally:
+            page.close(verbose=False)
 
 
 @contextmanager
@@ -73,19 +85,6 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _serve(options: argparse.Namespace) -> None:
-    with private_uploads() as uploads, opened_index(options.index, options.store) as index:
-        images = image_folder(options.images, index)
-        check_folder_of_index(images)
-        searcher = ImageSearcher(index, **searcher_settings(options))
-        page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
-        print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
-        try:
-            delete_files_from_time_to_time(uploads)
-        finally:
-            page.close(verbose=False)
 
 
 def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> Any:

@@ -1,10 +1,8 @@
 """`lightning-retrieval embed`: embed images or texts into a folder of shards, and continue a killed run."""
 
-import argparse
 import itertools
 import logging
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,12 +17,12 @@ import torch
 
 from lightning_retrieval.backend import Fabric, FabricDDPStrategy, MisconfigurationException, module_names
 from lightning_retrieval.checks import check_choice, check_integer, first_line
-from lightning_retrieval.command_line import INTERRUPTED
 from lightning_retrieval.datamodules.image_table import is_empty
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
 from lightning_retrieval.models.sides import SIDES, Side
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedBatch,
     ImageEmbedder,
@@ -34,7 +32,7 @@ from lightning_retrieval.search.commands.embedding import (
     list_images,
     unusable_device,
 )
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
     FILE_FORMATS,
@@ -58,19 +56,6 @@ ACCELERATORS = ("cpu", "cuda", "mps")
 FIRST_PROCESS = "LIGHTNING_RETRIEVAL_FIRST_PROCESS"  # environment variable: id of the process that starts the others
 SECONDS_TO_NOTICE = 1.0  # between two looks at whether that process is still there
 LONGEST_WAIT = timedelta(days=30)  # how long a finished process waits for the other processes
-
-
-def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was written, and return the images that could not be read."""
-    try:
-        done = embed_images(**vars(options))
-    except KeyboardInterrupt:
-        print(f"embed: interrupted; the same command continues in {options.output}.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    if done.rank > 0:
-        return []
-    print(f"{options.output}: {_summary(done)}")
-    return done.unreadable
 
 
 @dataclass(frozen=True)
@@ -164,7 +149,8 @@ def _embedded(
         yield EmbeddedBatch(positions, embedder.embed_texts(texts), [])
 
 
-def _summary(done: EmbeddedFolder) -> str:
+def summary(done: EmbeddedFolder) -> str:
+    """What was written, in one line."""
     manifest = done.folder.manifest
     rows = manifest.images - len(done.unreadable)
     shards = len(done.folder)
@@ -208,25 +194,11 @@ def embed_images(
     processes, and a later call with another number of processes can continue. A file is written again if the size or
     the modification time of one of its images has changed.
 
+    The arguments are the options of the command, see `functions.embed`, but for two:
+
     Args:
         checkpoint: as for `index_images`.
-        images: a folder, or a table in the format of `ImageTable`; only its column `image` is required.
-        output: folder of the embeddings: a new folder, or a folder begun by the same call. All nodes must share it.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        transform: as for `index_images`.
-        file_format: `"parquet"` or `"npy"`.
-        shard_size: number of images per file, >= 1. After a kill, each process embeds at most this many images again.
-        dtype: type of the numbers in the files, `"float32"` or `"float16"`.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images, for each device.
-        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
-        devices: number of devices of each node. Each device gets a process.
-        num_nodes: number of machines.
-        precision: precision of the network, as named by Lightning: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
-        side: `"candidates"`, or `"queries"` to embed by the network of queries. If this network embeds texts, `images`
-            must be a table with the column `text` and, optionally, `label`; the texts are stored as paths.
+        file_format: the option `format`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
@@ -243,6 +215,7 @@ def embed_images(
     check_choice("side", side, SIDES)
     for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
         check_integer(name, number, least=1)
+    images, output = check_path("images", images, exists=True), check_path("output", output)
     check_output(output)
     table_format = TableFormat.checked(columns, delimiter)
     listed: ListedImages | ListedTexts | None = None

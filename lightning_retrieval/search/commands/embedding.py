@@ -35,12 +35,12 @@ from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import TOO_MANY_FILES
-from lightning_retrieval.first_checks import check_images_exist
+from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
-from lightning_retrieval.paths import cure_of_missing
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
@@ -53,8 +53,7 @@ from lightning_retrieval.search.commands.of_backbone import (
     shown_backbone,
 )
 from lightning_retrieval.search.commands.of_checkpoint import PROBED_SIZE, choose_transform, print_guess
-from lightning_retrieval.search.commands.options import PretrainedBackbone
-from lightning_retrieval.search.rules import check_table_given
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.shared_folder import RangeBatches
 from lightning_retrieval.search.store.rows import Rows
 from lightning_retrieval.training.checkpoint_files import network_digest, restored_network
@@ -118,10 +117,11 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
         FileNotFoundError: if the path does not exist.
         ValueError: if there is no image, the table cannot be read, or `root` or a format is given for a folder.
     """
+    images = check_path("images", images, exists=True)
+    if root is not None:
+        root = check_path("root", root, exists=True)
     if not images.is_file():
-        check_table_given(
-            images, argument="images", root=root, columns=table_format.columns, delimiter=table_format.delimiter
-        )
+        check_table_given(images, "images", table_format, root)
         return images_in_folder(images)
     from lightning_retrieval.datamodules.image_table import boxes_of, check_values, with_paths  # needs Lightning
 
@@ -140,6 +140,23 @@ def list_images(images: Path, root: Path | None = None, table_format: TableForma
     return ListedImages(root, index, labels)
 
 
+def check_table_given(given: Path | None, argument: str, table_format: TableFormat, root: Path | None = None) -> None:
+    """Raise if arguments say how a table is read, and there is none.
+
+    Args:
+        given: the argument that may be a table, but is a folder or None.
+        argument: its name.
+        table_format: how the table would be read.
+        root: folder that the paths of the table would be relative to.
+    """
+    for name, value in {**vars(table_format), "root": root}.items():
+        if value not in (None, ","):
+            got = f"{value} without `{argument}`"
+            if given is not None:
+                got = f"{value} for the folder {given}"
+            raise InvalidValue("must be given for a table only", argument=name, got=got)
+
+
 def images_in_folder(folder: Path) -> ListedImages:
     """The images in a folder at any depth, without labels; see `image_files`.
 
@@ -148,7 +165,7 @@ def images_in_folder(folder: Path) -> ListedImages:
         ValueError: if there is no image in it.
         OSError: if a folder in it cannot be opened.
     """
-    check_images_exist(folder)
+    folder = folder_of_images(folder)
     found = image_files(folder)
     if not found.paths:
         got = f"{folder}, which holds no image"

@@ -1,12 +1,11 @@
 """`lightning-retrieval export`: export a model to programs that do not need this library, and check their outputs."""
 
-import argparse
 import dataclasses
 import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,21 +19,20 @@ from lightning_retrieval.datamodules.table_format import ColumnNames, TableForma
 from lightning_retrieval.files import is_of_others, new_files, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation import prepare
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
-    UnreadableImage,
     list_images,
     shown_model,
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.export.onnx_file import METADATA, OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.search.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.search.export.quantization import quantize_onnx
-from lightning_retrieval.search.rules import check_int8
 
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"
@@ -84,14 +82,8 @@ class ExportedModel:
     int8: Int8Cost | None = None
 
 
-def export(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was written."""
-    made = export_model(**vars(options))
-    print("\n".join(_summary(made, options.output)))
-    return []
-
-
-def _summary(made: ExportedModel, output: Path) -> list[str]:
+def summary(made: ExportedModel, output: Path) -> list[str]:
+    """Lines on what was written."""
     shape = ", ".join(map(str, made.about["input_shape"]))
     lines = [f"input: {made.about['input']} ({shape}); output: (batch, {made.about['dim']})"]
     for name, difference in made.differences.items():
@@ -136,17 +128,11 @@ def export_model(
     values say, with Pillow and NumPy alone. All files of an earlier export to the folder are replaced or deleted, when
     the new ones are complete.
 
+    The arguments are the options of the command, see `functions.export`, but for two:
+
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used.
-            LoRA adapters are merged first. Or a pretrained backbone, whose pooled features are the embeddings.
-        output: folder for the files.
-        input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
-        int8: also write an int8 ONNX file, and measure its cost.
-        images: images for the calibration and the measurement of int8: class folders, or a table with labels.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        transform: as for `index_images`.
+        checkpoint: as for `index_images`; LoRA adapters are merged first.
+        input_type: the option `input`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
@@ -156,10 +142,12 @@ def export_model(
         OSError: if the folder cannot be written to; the files of an earlier export are unchanged.
     """
     load_onnx()  # raises before any work is done, if a package is missing
+    output = check_path("output", output)
     if output.exists() and not output.is_dir():
         raise InvalidValue("must be a folder", argument="output", got=f"{output}, which is something else")
     _check_not_of_others(output)
-    check_int8(int8, images, root)
+    if int8 != (images is not None):
+        raise InvalidValue("must be given with `int8`, which alone uses images, and not without it", argument="images")
     table_format = TableFormat.checked(columns, delimiter)
     listed = None
     if images is not None:

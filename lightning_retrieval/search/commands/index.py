@@ -4,7 +4,6 @@ For a folder of images, the embeddings are kept in memory, not in files. The ind
 preparation of its images, so that queries are embedded in the same way.
 """
 
-import argparse
 import functools
 import re
 import warnings
@@ -21,39 +20,30 @@ from lightning_retrieval.datamodules.image_table import with_paths
 from lightning_retrieval.datamodules.table import Table
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import cure_of_other_form
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
+from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedImages,
     ImageEmbedder,
     UnreadableImage,
+    check_table_given,
     images_in_folder,
     recorded_model,
 )
-from lightning_retrieval.search.commands.of_checkpoint import shown_choice
-from lightning_retrieval.search.commands.options import EMBEDDINGS_OPTIONS, PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import (
     THRESHOLD,
     IndexSettings,
     IndexWriter,
     NewRows,
-    close_index,
     model_difference,
     new_index,
     opened_index,
 )
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.image_files import name_folder
-from lightning_retrieval.search.rules import (
-    check_missing,
-    check_one_process,
-    check_table_exists,
-    check_table_given,
-    check_threshold,
-)
 from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.store.disk_lists import help_build_on_disk
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
@@ -66,33 +56,7 @@ MISSING = get_args(Missing)
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
-def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was written, and return the images that could not be read."""
-    settings = vars(options)
-    # `--validation` chooses a threshold, and `--update` keeps it; the earlier index is read only without these two.
-    may_lose_threshold = options.validation is None and not options.update
-    had_threshold = may_lose_threshold and _has_threshold(options.output, options.store)
-    if options.embeddings is not None:
-        made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
-        if rank() > 0:  # the first process prints
-            return []
-    else:
-        del options.embeddings, options.devices
-        made, unreadable = index_images(**settings)
-        print(f"images prepared with {shown_choice(made.about)}")
-    print(f"{options.output}: {_summary(made)}")
-    if options.validation is not None:
-        print(
-            "threshold {value:.4f}: false-match rate {false_match_rate:.4f}, miss rate {miss_rate:.4f} with "
-            "{images} images".format(**made.about[THRESHOLD])
-        )
-    elif had_threshold and THRESHOLD not in made.about:
-        print("the replaced index had a threshold, the new one has none: choose one with --validation")
-    close_index(made)
-    return unreadable
-
-
-def _has_threshold(output: Path, store: str | None) -> bool:
+def has_threshold(output: Path, store: str | None) -> bool:
     """Whether there is an index with a threshold that the command will replace."""
     try:
         with opened_index(output, store, verify=False) as earlier:
@@ -101,7 +65,8 @@ def _has_threshold(output: Path, store: str | None) -> bool:
         return False
 
 
-def _summary(made: EmbeddingStore) -> str:
+def summary(made: EmbeddingStore) -> str:
+    """What was written, in one line."""
     images = f"{len(made)} images"
     if len(made) == 1:
         images = "1 image"
@@ -191,7 +156,7 @@ def index_images(
     new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(images)
     paths = listed.index.paths
-    of_table = read_metadata(metadata, paths, missing=missing, root=images, table_format=table_format)
+    of_table = read_metadata(metadata, paths, missing=missing, root=listed.root, table_format=table_format)
     rows = NewRows(torch.arange(len(paths)), paths, of_table)
     embedder = ImageEmbedder.load(
         checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
@@ -199,7 +164,7 @@ def index_images(
     if validation is not None and embedder.module.query_embedder is not None:
         rule = "must not be given for a model with a `query_embedder`, since its embeddings are of candidates"
         raise InvalidValue(rule, argument="validation", got=validation, cure="give `threshold` to the search")
-    about = {**embedder.description(), "images": name_folder(images)}
+    about = {**embedder.description(), "images": name_folder(listed.root)}
     about |= choose_threshold(validation, false_match_rate, about)
     writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     dim = embedder.dim()
@@ -277,7 +242,9 @@ def index_embeddings(
     """
     start = None
     if check_integer("devices", devices, least=1) > 1:
-        check_one_process(devices, store=store, update=update)
+        if store is not None or update:
+            rule = "must be 1 with a store in Milvus, which distributes rows by itself, and with `update`"
+            raise InvalidValue(rule, argument="devices", got=devices)
         fabric = new_fabric("cpu", devices=devices)
         start = functools.partial(launch, fabric)
         if fabric.global_rank > 0:
@@ -332,7 +299,9 @@ def choose_threshold(
         ValueError: if only one of the arguments is given, the rate is not from 0 to 1, the embeddings are of another
             model, an image has no label, all labels are the same, or each label has one image.
     """
-    check_threshold(validation, false_match_rate)
+    if (validation is None) != (false_match_rate is None):
+        rule = "must be given with `false_match_rate`, and neither alone"
+        raise InvalidValue(rule, argument="validation", cure="give both")
     if validation is None or false_match_rate is None:
         return {}
     check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
@@ -380,8 +349,9 @@ def read_image_rows(
         FileNotFoundError: if the table does not exist.
         ValueError: if the table cannot be read, or an image is in several rows.
     """
-    check_table_exists(name, table)
-    read = read_table(table, required, all_columns=all_columns, table_format=table_format)
+    read = read_table(
+        check_path(name, table, exists=True), required, all_columns=all_columns, table_format=table_format
+    )
     listed = with_paths(read, root)
     listed.check_unique("image")
     return read, {image: row for row, image in enumerate(listed["path"])}
@@ -413,15 +383,16 @@ def read_metadata(
             `"keep"`, in none, no image has a row, a column has an invalid name, or `missing` is given without a table.
     """
     check_choice("missing", missing, MISSING)
-    check_missing(missing, table)
     if table is None:
-        check_table_given(None, argument="metadata", columns=table_format.columns, delimiter=table_format.delimiter)
+        if missing != "error":
+            raise InvalidValue("must be given with `metadata`", argument="missing", got=repr(missing))
+        check_table_given(None, "metadata", table_format)
         return {}
     read, row_of = read_image_rows("metadata", table, all_columns=True, root=root, table_format=table_format)
     without_row = [path for path in paths if path not in row_of]
     if without_row and (missing == "error" or len(without_row) == len(paths)):
         got = f"{table}, in which {len(without_row)} of {len(paths)} images are missing, such as {without_row[0]!r}"
-        cure = cure_of_other_form(without_row, row_of)
+        cure = cure_of_names(row_of, paths, root)
         if not cure and len(without_row) < len(paths):
             cure = "add them, or give `missing` keep, with which they have no metadata"
         raise InvalidValue("must have a row for each image of the index", argument="metadata", got=got, cure=cure)

@@ -6,7 +6,6 @@ file of tensors. Weights that are not on this machine are downloaded only if the
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import first_line, short_repr
@@ -15,8 +14,9 @@ from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.pretrained import without_downloads
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import class_path, rebuild
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 
 BACKBONE = "backbone"  # entry of the metadata of embeddings: the arguments of the `Embedder`
 FOLDER_PREFIX = "hf/"  # before the path of a folder
@@ -32,10 +32,11 @@ def load_backbone(given: PretrainedBackbone) -> RetrievalNetwork:
     """
     name, weights = given.backbone, given.weights
     if is_local_file(weights):
-        weights = Path(weights).expanduser().absolute().as_posix()
-    folder = Path(name.removeprefix(FOLDER_PREFIX))
-    if name.startswith(FOLDER_PREFIX) and folder.is_dir():
-        name = f"{FOLDER_PREFIX}{folder.absolute().as_posix()}"
+        weights = check_path("weights", weights).absolute().as_posix()
+    if name.startswith(FOLDER_PREFIX):
+        folder = check_path("backbone", name.removeprefix(FOLDER_PREFIX))
+        if folder.is_dir():
+            name = f"{FOLDER_PREFIX}{folder.absolute().as_posix()}"
     with reported_as():
         embedder = Embedder(
             name, None, weights=weights, image_size=given.image_size, preparation=given.settings_of_preparation

@@ -1,6 +1,5 @@
 """`lightning-retrieval report`: write a page and a table of what a model gets wrong on labelled images."""
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +15,20 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, check_no_splits, class_numbers
+from lightning_retrieval.datamodules.image_index import (
+    DISTRACTOR,
+    ImageIndex,
+    check_no_roles,
+    class_numbers,
+    folders_of_splits,
+    use_of,
+)
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.ranking.labels import Role
 from lightning_retrieval.search.commands.embedding import (
@@ -33,7 +40,7 @@ from lightning_retrieval.search.commands.embedding import (
     shown_model,
 )
 from lightning_retrieval.search.commands.of_checkpoint import shown_choice
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.report.files import write_report
 from lightning_retrieval.search.report.findings import Findings, find_errors
@@ -42,7 +49,7 @@ from lightning_retrieval.search.report.targets import check_output, table_of
 
 OWNER = "report_images"
 KS = (1, 5, 10)
-EVALUATED, TRAINING = "test", "train"  # splits: that of the metrics, and the one that a folder with splits has
+EVALUATED = ("test", "val")  # splits: the metrics are those of the first of them that there is
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,22 @@ class LabelledImages:
         """Paths, labels and other annotations."""
         return self.listed.index
 
+    @property
+    def evaluated_split(self) -> str | None:
+        """The split of the metrics; None if they are those of all images."""
+        return next((split for split in EVALUATED if split in (self.splits or ())), None)
+
     def split_numbers(self) -> Int[Tensor, " image"] | None:
         """The number of the split of each image; None unless some images are evaluated and others are not."""
-        if self.splits is None or EVALUATED not in self.splits or len(set(self.splits)) == 1:
+        if self.splits is None or self.evaluated_split is None or len(set(self.splits)) == 1:
             return None
         return torch.from_numpy(class_numbers(self.splits)[0])
 
     def is_evaluated(self, positions: Int[Tensor, " row"]) -> Tensor:
-        """Whether the metrics are computed from each of these images: those of the split `test` if there is one."""
+        """Whether the metrics are computed from each of these images."""
         if self.split_numbers() is None or self.splits is None:
             return torch.ones(len(positions), dtype=torch.bool)
-        return torch.from_numpy(np.array(self.splits) == EVALUATED)[positions]
+        return torch.from_numpy(np.array(self.splits) == self.evaluated_split)[positions]
 
     def class_of(self, label: int) -> str:
         """The name of a class."""
@@ -100,9 +112,14 @@ class LabelledImages:
         return ReportedImages(self.index.paths.__getitem__, self.class_of, self.picture_of, self.split_of)
 
 
-def report(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print what was found and where it is, and return the images that could not be read."""
-    found, unreadable, missing = report_images(**vars(options))
+def print_findings(found: Findings, output: Path, missing: Sequence[str]) -> None:
+    """Print what was found and where it is.
+
+    Args:
+        found: the findings.
+        output: file of the page.
+        missing: the pictures that cannot be shown, with the reasons.
+    """
     for name, (mean, low, high) in found.means.items():
         if name == "mAP" or name.startswith("R@"):
             print(f"{name:<6}{mean:.4f} ({low:.4f} to {high:.4f})")
@@ -110,10 +127,9 @@ def report(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         f"probably mislabelled: {len(found.suspects):,}, near-duplicates: {len(found.duplicates):,}, pairs of confused "
         f"classes: {len(found.confused):,}, queries without a positive: {len(found.without_positive):,}"
     )
-    print(f"{options.output}: the page; {table_of(options.output)}: the table of all findings")
+    print(f"{output}: the page; {table_of(output)}: the table of all findings")
     if missing:
         print(f"report: {len(missing)} pictures cannot be shown, the first: {missing[0]}.", file=sys.stderr)
-    return unreadable
 
 
 @owned_by(OWNER)
@@ -136,22 +152,10 @@ def report_images(
     Each image is a query that ranks the others, unless a table has roles. If there is a split `test`, the metrics are
     those of its images; wrong labels and near-duplicates are searched in the images of all splits.
 
+    The arguments are the options of the command, see `functions.report`, but for one:
+
     Args:
-        checkpoint: checkpoint of a `RetrievalModule`, or the folder of its runs, whose newest `best.ckpt` is used; or a
-            pretrained backbone.
-        images: a folder of class folders, in which the folders `train` and `test` may be splits; or a table in the
-            format of `ImageTable` with the columns `image` and `label` and, optionally, `split`, `role`, `camera` and
-            `box`.
-        output: file of the page, which ends with .html. The table is written beside it, with the ending .csv.
-        root: folder that the paths of a table are relative to; if None, the folder of the table.
-        columns: the names of a table's columns, if they differ, as for `ImageTable`.
-        delimiter: the character that separates the fields of a CSV file.
-        false_match_rate: fraction of the queries, from 0 to 1, for which the threshold of the page may show an image of
-            another class.
-        transform: as for `index_images`.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images.
-        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+        checkpoint: as for `index_images`.
 
     Returns:
         The findings, the images that could not be read, and the pictures that cannot be shown, with the reasons.
@@ -167,6 +171,7 @@ def report_images(
         time is that of four products of all embeddings with each other.
     """
     check_finite_number("false_match_rate", false_match_rate, least=0, most=1)
+    images, output = check_path("images", images, exists=True), check_path("output", output)
     check_output(output)
     labelled = label_images(images, root, TableFormat.checked(columns, delimiter))
     embedder = ImageEmbedder.load(
@@ -267,11 +272,11 @@ def check_lists(labelled: LabelledImages, positions: Int[Tensor, " row"]) -> Non
 def _of_folder(listed: ListedImages) -> LabelledImages:
     """The images of a folder. The class of an image is the folder that it is in, below that of its split."""
     folders = [PurePosixPath(path).parent for path in listed.paths]
-    tops = {folder.parts[:1] for folder in folders}
-    check_no_splits(listed.root, [name for names in tops for name in names], "images")
+    tops = {folder.parts[0] for folder in folders if folder.parts}
+    check_no_roles(listed.root, tops, "images")
     splits = None
-    if {(EVALUATED,), (TRAINING,)} <= tops:
-        splits = [path.partition("/")[0] for path in listed.paths]
+    if folders_of_splits(tops, "images"):
+        splits = [use_of(path.partition("/")[0]) for path in listed.paths]
         folders = [PurePosixPath(*folder.parts[1:]) for folder in folders]
     labels, names = class_numbers(list(map(str, folders)))
     outside = np.flatnonzero(np.array(names)[labels] == ".")
@@ -294,8 +299,7 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")
     table = image_table.with_roles(image_table.with_paths(table, root))
     labels = image_table.labels_of(table)
-    if "split" in table:
-        image_table.check_splits(table)
+    splits = image_table.splits_of(table) if "split" in table else None
     table = table.with_columns(label=labels, box=image_table.boxes_of(table))
     image_table.check_unique_images(table)
     if "camera" in table:
@@ -304,4 +308,4 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
     index.lines = None
     shown = ["" if label is None else str(label) for label in labels]
     listed = ListedImages(root, index, shown)
-    return LabelledImages(listed, list(index.names or ()), table.get("split"))
+    return LabelledImages(listed, list(index.names or ()), splits)

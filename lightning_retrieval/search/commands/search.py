@@ -1,10 +1,8 @@
-"""`lightning-retrieval search`: print the images of an index nearest to images or texts, or write them to a page.
+"""How `lightning-retrieval search` shows its results: as a table, as plain values for JSON, or on a page.
 
 The page is a single HTML file that needs no server, network connection or other file.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -18,56 +16,26 @@ from lightning_retrieval.command_line import printable
 from lightning_retrieval.files import new_file, not_written
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
-from lightning_retrieval.search.commands.options import searcher_settings
-from lightning_retrieval.search.commands.search_images import Hit, QueryResult, image_folder, search_images
-from lightning_retrieval.search.commands.stores import opened_index
+from lightning_retrieval.search.commands.search_images import Hit, QueryResult
 from lightning_retrieval.search.html_page import embedded_picture, page_target, shared_style
 from lightning_retrieval.search.image_files import image_file
-from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
 # The content security policy prevents the page from loading anything, even if the escaping of a file name failed.
 PAGE = Path(__file__).with_name("page.html")
 NUMBERS = 3  # columns of the table, which are aligned on the right: rank, similarity and distance
 
 
-def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
-    """Run the command: print the results or write the page, and return the queries that could not be read.
+def write_page(page: Path, results: Sequence[QueryResult], images: Path, searched: str) -> None:
+    """Write the page, and print a warning if images of the results can no longer be read.
 
-    `check_options` has checked the options.
+    Args:
+        page: the file.
+        results: as for `result_page`.
+        images: as for `result_page`.
+        searched: the index, and how many images it has.
     """
-    with opened_index(options.index, options.store) as index:
-        results, unreadable = _search_in(index, options)
-        if options.json:
-            shown = json.dumps(_plain(results, unreadable), indent=1)
-        else:
-            shown = "\n\n".join(map(_table, results))
-    print(shown)
-    return unreadable
-
-
-def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list[QueryResult], list[UnreadableImage]]:
-    page, images = options.html, options.images
-    if options.parameters is not None:
-        index.set_parameters(options.parameters)
-    if page is not None:
-        images = image_folder(images, index)  # raises before the search
-    wanted = {
-        "texts": options.text,
-        "where": options.where,
-        "group_by": options.group_by,
-        "threshold": options.threshold,
-    }
-    results, unreadable = search_images(index, options.queries, options.k, **wanted, **searcher_settings(options))
-    if page is not None:
-        most = max(len(result.hits) for result in results)
-        about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
-        _write_page(page, results, images, about)
-    return results, unreadable
-
-
-def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
-    """Write the page, and print a warning if images of the results can no longer be read."""
-    source, missing = result_page(results, images, about)
+    most = max(len(result.hits) for result in results)
+    source, missing = result_page(results, images, f"{most} nearest {printable(searched)}")
     try:
         with new_file(page_target("html", page)) as file:
             file.write(source.encode())
@@ -82,7 +50,8 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
         )
 
 
-def _table(result: QueryResult) -> str:
+def table(result: QueryResult) -> str:
+    """The results of a query as lines of aligned columns."""
     if result.nothing_similar:
         return f"{printable(result.query)}\n{result.nothing_similar}"
     rows = [["rank", "similarity", "distance", "path", *(name for name, _ in result.hits[0].shown())]]
@@ -99,7 +68,7 @@ def _table(result: QueryResult) -> str:
     return "\n".join(lines)
 
 
-def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
+def plain_results(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
     """The results as plain values for JSON."""
     queries = []
     for result in results:

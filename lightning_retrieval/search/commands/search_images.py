@@ -16,6 +16,7 @@ from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.search.commands.embedding import (
     ImageEmbedder,
     ListedImages,
@@ -24,7 +25,7 @@ from lightning_retrieval.search.commands.embedding import (
 )
 from lightning_retrieval.search.commands.of_backbone import BACKBONE
 from lightning_retrieval.search.commands.of_checkpoint import print_guess
-from lightning_retrieval.search.commands.options import PretrainedBackbone
+from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.commands.stores import THRESHOLD
 from lightning_retrieval.search.image_files import is_named
 from lightning_retrieval.search.store.conditions import Request, Value, checked_columns
@@ -229,7 +230,7 @@ class ImageSearcher:
             embedded = self._embedder.embed_all(_listed(queries))
             unreadable = embedded.unreadable
             if len(embedded.positions) == 0 and not texts:
-                cure = ""
+                cure = cure_of_missing(Path(queries[0]))
                 if Path(queries[0]).is_dir():
                     cure = f"give the images in it, such as {shlex.quote(str(Path(queries[0])))}/*"
                 rule = f"none of the {len(queries)} queries can be read, the first: {unreadable[0]}"
@@ -271,7 +272,7 @@ def _listed(queries: Sequence[str]) -> ListedImages:
 
     The user has named each of these files, so their paths need no check, unlike those in a list of images.
     """
-    files = [Path(os.path.abspath(query)) for query in queries]
+    files = [Path(os.path.abspath(check_path("queries", query))) for query in queries]
     root = Path(files[0].anchor)
     paths = PackedStrings(file.relative_to(root).as_posix() for file in files)
     labels = np.zeros(len(files), np.int64)  # without meaning
@@ -290,7 +291,7 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
     """
     _check_index(index)
     if given is not None:
-        return given
+        return check_path("images", given, exists=True)
     if "images" not in index.about:
         raise InvalidValue("must be given, because the index does not say where its images are", argument="images")
     recorded = str(index.about["images"])
@@ -307,7 +308,7 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
 def _check_index(index: EmbeddingStore) -> None:
     has_model = not index.about.keys().isdisjoint(("checkpoint", BACKBONE))
     if not has_model or not {"checkpoint_sha256", "preparation"} <= index.about.keys():
-        raise InvalidValue("must be an index of images that `index_images` made", argument="index")
+        raise InvalidValue("must be an index of images that `lightning-retrieval index` made", argument="index")
 
 
 def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
+from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
@@ -374,7 +375,7 @@ def new_index(output: Path, store: str | None, settings: IndexSettings) -> Faiss
         OSError: if the store cannot be reached.
     """
     if store is None:
-        return FaissFolder(output, settings=settings)
+        return FaissFolder(check_path("output", output), settings=settings)
     return MilvusCollection(str(output), _uri(store), settings=settings)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -55,13 +56,13 @@ json.dump(results, sys.stdout)
 WRONG = {
     "index --checkpoint no.ckpt --images photos --output new": "--checkpoint",
     "index --embeddings no --output new": "no",
-    "embed --checkpoint a.ckpt --images photos --output new --delimiter ;": "--delimiter",
-    "report --checkpoint a.ckpt --images photos --output new.txt": "--output",
-    "export --checkpoint a.ckpt --output new --int8": "--images",
+    "embed --checkpoint a.ckpt --images no --output new": "--images",
+    "report --checkpoint a.ckpt --images photos --output new --weights DEFAULT": "--weights",
+    "export --checkpoint a.ckpt --output new --input int8": "--input",
     "adapt --embeddings no --output new.ckpt": "no",
     "search --index no a.jpg": "no",
     "demo --index no": "no",
-    "shrink no small": "PHOTOS",
+    "shrink no small": "IMAGES",
     "check --data ImageFolder --root no": "--root",
     "fit --config no.yaml": "--config",
 }
@@ -95,7 +96,7 @@ def test_help_shows_the_options_of_classes(capsys):
     _, out, _ = run(capsys, "fit", "--model.help=lightning_retrieval.RetrievalModule")
     assert "--model.chunk_size" in out
     _, out, _ = run(capsys, "fit", "--data.help=lightning_retrieval.datamodules.CUB200")
-    assert re.search(r"^  --data.root\n(?:      .*\n)*      .*\(required\)$", out, flags=re.MULTILINE)
+    assert re.search(r"^  --data.root ROOT\s[^()]*\(required", out, flags=re.MULTILINE)
     _, out, _ = run(capsys, "check", "--data", "InShop", "--help")
     assert "--high_res" in out
     _, out, _ = run(capsys, "check", "--help")
@@ -223,6 +224,19 @@ def test_null_and_none_are_no_text(null, form, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())  # no folder is named None
 
 
+def test_a_path_of_a_config_may_begin_with_the_home_folder(tmp_path, monkeypatch, capsys):
+    """Also that of a class of Lightning, which would use a folder that is called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "~/logs"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    args = ["--config=~/a.yaml", "--model=RetrievalModule", "--model.embedder=Embedder", "--data=Glyphs"]
+    code, printed, _ = run(capsys, "fit", *args, "--model.loss=LogRankLoss", "--run_folder=~/run", "--print_config")
+    config = yaml.safe_load(printed)
+    assert code == 0
+    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path / "logs")
+    assert config["run_folder"] == str(tmp_path / "run")
+
+
 def test_the_version_is_that_of_the_installed_package(capsys):
     assert run(capsys, "--version") == (0, f"lightning-retrieval {lightning_retrieval.__version__}\n", "")
 
@@ -250,3 +264,33 @@ def test_env_shows_what_a_bug_report_needs(capsys):
     assert values["GPUs"] == str(torch.cuda.device_count())
     assert values["Python"].startswith("3.")
     assert "ruff" not in values  # of those who work on the library
+
+
+def test_a_command_opens_photographs_of_any_size(tmp_path):
+    """Here of more than twice the pixels of which Pillow warns."""
+    (tmp_path / "photos").mkdir()
+    Image.new("1", (20_000, 10_000), 1).save(tmp_path / "photos/a.png")
+    program = [sys.executable, "-m", "lightning_retrieval.cli", "shrink", "--size=8", "photos", "small"]
+    subprocess.run(program, cwd=tmp_path, check=True)
+    with Image.open(tmp_path / "small/a.png") as image:
+        assert image.size == (16, 8)
+
+
+FAULTS = """
+import resource
+from lightning_retrieval.command_line import imports_of_command
+with imports_of_command():
+    import torch
+for batch in range(20):
+    if batch == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc hands the memory of each batch back")
+def test_a_command_keeps_the_memory_of_a_batch_for_the_next():
+    """The system need not clear its pages, of 4 KiB, again."""
+    ended = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 1 << 14

@@ -36,7 +36,7 @@ TABLE = {
         (lambda: ["--root=x"], SystemExit, "--data", ""),
         (lambda: ["--data=Nothing", "--root=x"], SystemExit, "--data", "Nothing"),
         (lambda: checked("gone"), SystemExit, "--root", "gone"),
-        (lambda: checked(".", "--num_workers=a"), SystemExit, "--num_workers", "a"),
+        (lambda: checked(".", "--num_workers=a"), SystemExit, "num_workers", "a"),
         (lambda: checked(".", "--colour=a"), SystemExit, "--colour", ""),
         (lambda photos: checked(photos.parent / "file"), SystemExit, "--root", "file"),
         (lambda photos: checked(photos.parent / "empty"), SystemExit, "--root", "empty"),
@@ -53,9 +53,9 @@ TABLE = {
     "completion": [(lambda: ["fish"], SystemExit, "shell", "fish")],
     "env": [(lambda: ["x"], SystemExit, "x")],
     "shrink": [
-        (lambda: ["no", "small"], SystemExit, "PHOTOS", "no"),
-        (lambda photos: [photos.parent / "empty", "small"], SystemExit, "PHOTOS", "empty"),
-        (lambda photos: [photos, photos / "small"], SystemExit, "SMALL", "photos"),
+        (lambda: ["no", "small"], SystemExit, "IMAGES", "no"),
+        (lambda photos: [photos.parent / "empty", "small"], SystemExit, "IMAGES", "empty"),
+        (lambda photos: [photos, photos / "small"], SystemExit, "OUTPUT", "photos"),
         (lambda photos: [photos, "small", "--size=0"], SystemExit, "--size", "0"),
     ],
 }

@@ -36,11 +36,10 @@ def predict(recorded, **settings):
 
 @pytest.fixture
 def photos():
-    """Photographs, copies of them, an empty folder and a folder of other files, in the working directory."""
+    """Photographs and a folder of other files, in the working directory."""
 
     def shrink(*arguments):
         write_image(Path("photos/1.jpg"), size=(20, 10))
-        Path("empty").mkdir()
         Path("full").mkdir()
         Path("full/mine.txt").write_text("")
         return arguments
@@ -82,13 +81,9 @@ TABLE = {
         (lambda: predict(Preparation(resize="fit", fill="red"), fill="border"), InvalidValue, "", "border"),
     ],
     "shrink": [
-        (lambda photos: photos("none", "new"), SystemExit, "PHOTOS", "none"),
-        (lambda photos: photos("empty", "new"), SystemExit, "PHOTOS", "empty"),
-        (lambda photos: photos("photos", "photos"), SystemExit, "SMALL", "photos"),
-        (lambda photos: photos("photos", "photos/small"), SystemExit, "SMALL", "photos/small"),
-        (lambda photos: photos("photos", "."), SystemExit, "SMALL"),
-        (lambda photos: photos("photos", "full"), SystemExit, "SMALL", "full"),  # of files that are not copies
-        (lambda photos: photos("photos", "new", "--size=0"), SystemExit, "--size", "0"),
+        (lambda photos: photos("photos", "photos"), SystemExit, "OUTPUT", "photos"),
+        (lambda photos: photos("photos", "."), SystemExit, "OUTPUT"),
+        (lambda photos: photos("photos", "full"), SystemExit, "OUTPUT", "full"),  # of files that are not copies
     ],
 }
 test_invalid_arguments_raise = refusal_test(TABLE)

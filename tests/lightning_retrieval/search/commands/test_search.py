@@ -17,7 +17,14 @@ from PIL import Image
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.models import Preparation
 from tests.browser import Browser
-from tests.lightning_retrieval.search.commands.glyph_commands import STRANGE_NAME, command, error_of, indexing, paths_of
+from tests.lightning_retrieval.search.commands.glyph_commands import (
+    STRANGE_NAME,
+    command,
+    error_of,
+    indexing,
+    paths_of,
+    run,
+)
 
 
 def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):
@@ -45,6 +52,37 @@ def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):
     assert str(queries[0]) in out
     assert "1.0000" in out
     assert out.count(paths[7]) == 2
+
+
+def test_paths_of_every_option_may_begin_with_the_home_folder(glyphs, tmp_path, monkeypatch, capsys):
+    """As in `--images=~/photos`, where no shell replaces it."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    shutil.copytree(glyphs[0], home, ignore=shutil.ignore_patterns("index"))
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    for args in (
+        ("embed", "--checkpoint=~/model.ckpt", "--images=~/images", "--output=~/rows", "--device=cpu"),
+        ("index", "--embeddings=~/rows", "--output=~/index"),
+        ("search", "--index=~/index", "~/images/0/deeper/01.PNG", "--html=~/page.html", "--device=cpu"),
+    ):
+        code, _, err = run(capsys, *args)
+        assert (code, err) == (0, "")
+    assert {"rows", "index", "page.html"} <= {path.name for path in home.iterdir()}
+    assert not list(here.iterdir())
+
+
+@pytest.mark.posix
+def test_no_home_folder_is_needed(glyphs, tmp_path, monkeypatch, capsys):
+    """As for a user of a container whom the system does not know."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])
+    assert command(capsys, *indexing(glyphs[0], tmp_path / "index"))[0] == 0
+    query, page = glyphs[0] / "images/0/deeper/01.PNG", f"--html={tmp_path / 'a.html'}"
+    searching = ["search", f"--index={tmp_path / 'index'}", query, page]
+    assert "--images" in error_of(capsys, *searching)  # which says that their folder is this user's
+    assert command(capsys, *searching, f"--images={glyphs[0] / 'images'}")[0] == 0
 
 
 @pytest.mark.posix
