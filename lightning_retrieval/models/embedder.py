@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_float, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.first_checks import is_local_file
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidType, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, is_known_convolutional, of_module
@@ -197,8 +197,7 @@ class Embedder(PretrainedModule):
                 `"glyph_net"`.
 
         Raises:
-            ValueError: if the backbone's features have another shape than (N, C, H, W) or (N, C), or another number of
-                channels than `feature_dim`.
+            ValueError: if the backbone's features have another shape than (N, C, H, W) or (N, C).
             TypeError: if the backbone does not return a tensor.
         """
         if self._given is not None:
@@ -219,13 +218,8 @@ class Embedder(PretrainedModule):
         Args:
             images: as for `forward`.
         """
-        check_float("images", images, owner="Embedder")
         features: Tensor = self.backbone(images)
         check_features(features, images.shape)
-        if features.shape[1] != self.feature_dim:
-            rule = f"must return features with {self.feature_dim} channels (`feature_dim`)"
-            got = f"{tuple(features.shape)} for images of shape {tuple(images.shape)}"
-            raise InvalidValue(rule, "Embedder", "backbone", got=got)
         if features.ndim == 4:
             features = self.pool(features)
         return features
