@@ -381,6 +381,6 @@ class Embedder(PretrainedModule):
 
 def _has_initial_statistics(norm: _BatchNorm) -> bool:
     mean, variance = norm.running_mean, norm.running_var
-    if mean.is_meta:  # without values
+    if mean is None or variance is None or mean.is_meta:  # without values
         return False
     return not mean.any() and bool((variance == 1).all())
