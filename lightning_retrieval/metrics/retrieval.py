@@ -370,7 +370,7 @@ class RetrievalMetrics(EmbeddingMetric):
         tables = {"": self.per_query()}
         if self.reverse:
             tables[REVERSE] = self.per_query(reverse=True)
-        values = {}
+        values: dict[str, Tensor] = {}
         for prefix, table in tables.items():
             values |= {prefix + mean: table[name] for name, mean in self._means_of_values.items() if name in table}
         return values

@@ -300,7 +300,7 @@ def _check_memory(module: Any, steps: float) -> None:
 def _check_datasets(loaders: Any) -> None:
     """Raise if a plain loader has a sampler of this library that was made with the labels of another data set."""
     for loader in CombinedLoader(loaders, "sequential").flattened:
-        sampler = getattr(loader, "batch_sampler", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
         if hasattr(sampler, "check_dataset"):
             sampler.check_dataset(loader.dataset)
 
