@@ -2,6 +2,7 @@
 
 import http.server
 import io
+import json
 import pickle
 import threading
 from pathlib import Path
@@ -212,16 +213,21 @@ def requests():
 @pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
 def test_a_data_set_of_a_stranger_connects_to_nothing_and_reads_nothing_outside(kind, tmp_path, requests):
     """Neither a second column of images, nor the settings of a README.md, nor the names of files lead elsewhere."""
+    plain = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
     table = rows([*"aabb"]).add_column("other", [{"bytes": None, "path": f"{requests[0]}/a.png"}] * 4)
-    table = table.cast_column("other", datasets.Image())
+    table = table.cast_column("other", plain)
     rows([*"ccdd"], first=50).to_parquet(tmp_path / "elsewhere.parquet")
     rows([*"ccdd"], first=50).save_to_disk(tmp_path / "elsewhere")
     folder = tmp_path / "set"
-    if kind == "save_to_disk":
+    as_images = datasets.Features({**table.features, "other": datasets.Image()})
+    if kind == "save_to_disk":  # of a column of this type, `datasets` would ask the server how large the images are
         table.save_to_disk(folder)
+        about = json.loads((folder / "dataset_info.json").read_text())
+        about["features"] = as_images.to_dict()
+        (folder / "dataset_info.json").write_text(json.dumps(about))
     else:
         (folder / "data").mkdir(parents=True)
-        parquet.write_table(table.data.table.cast(table.features.arrow_schema), folder / "data/train-0.parquet")
+        parquet.write_table(table.data.table.cast(as_images.arrow_schema), folder / "data/train-0.parquet")
     for path in (f"{requests[0]}/a.parquet", "../elsewhere.parquet"):
         files = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n---\n"
         (folder / "README.md").write_text(files)
