@@ -1,6 +1,6 @@
 """Creates, trains, fills, searches and stores faiss indexes. Each error of faiss becomes an error of one sentence.
 
-The rows of a `RetrievalIndex` are distributed over several faiss indexes, its shards, which are searched in parallel.
+A `RetrievalIndex` has one or several faiss indexes, its shards, which are searched one after the other.
 
 Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transactions on Big Data, 2021) is the paper of
 faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_retrieval.files import POSIX, DigestStream
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
-from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, normalized_sample
+from lightning_retrieval.search.store.rows import Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
@@ -171,53 +172,85 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
 
 
 def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-    """Distribute the rows of each block evenly over the shards, and show the progress.
+    """Add the rows to trained shards, the same number of rows to each.
 
     Raises:
         ValueError: if faiss cannot add rows; some of them may already have been added.
     """
-    rows = sum(shard.ntotal for shard in shards)
-    _reserve(shards, len(ids))
+    smallest_first = sorted(shards, key=attrgetter("ntotal"))
+    for shard, (begin, end) in zip(smallest_first, _parts(len(ids), len(shards))):
+        _add_rows(shard, factory, embeddings, ids, begin, end)
+
+
+def written_shards(
+    trained: Any,
+    count: int,
+    factory: str,
+    embeddings: Rows,
+    ids: NDArray[np.int64],
+    write: Callable[[str, Callable[[DigestStream], None]], Path],
+) -> list[Any]:
+    """Write the rows to shards, of which one at a time is in memory, and map the files into memory.
+
+    Args:
+        trained: a trained index without rows, of which each shard is a copy.
+        count: number of shards.
+        factory: factory string of the index.
+        embeddings: the rows.
+        ids: ids of the rows.
+        write: writes a file: maps its name, and a function that writes its content to a stream, to its path.
+
+    Raises:
+        ValueError: if faiss cannot add rows.
+        OSError: if a file cannot be written completely.
+    """
+    mapped = []
+    for number, (begin, end) in enumerate(_parts(len(ids), count)):
+        shard = load_faiss().clone_index(trained)
+        _add_rows(shard, factory, embeddings, ids, begin, end)
+        file = write(shard_name(number), partial(write_shard, shard))
+        mapped.append(read_shard(file, mapped=True))
+    return mapped
+
+
+def _parts(rows: int, count: int) -> list[tuple[int, int]]:
+    """The begin and end of each of `count` parts of the rows, the larger parts first."""
+    ends = [-(-rows * part // count) for part in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def _add_rows(shard: Any, factory: str, embeddings: Rows, ids: NDArray[np.int64], begin: int, end: int) -> None:
+    """Add the rows from `begin` to `end` to a shard, and show the progress."""
+    _reserve(shard, end - begin)
     try:
-        with Progress("Indexing", total=len(ids), units="rows") as progress:
-            for begin, block in normalized_blocks(embeddings):
-                add_block(shards, block, ids[begin : begin + len(block)])
+        with Progress("Indexing", total=end - begin, units="rows") as progress:
+            for first, block in normalized_blocks(embeddings, begin, end):
+                shard.add_with_ids(block, ids[first : first + len(block)])
                 progress.update(len(block))
     except RuntimeError as error:
-        rule = f"{len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} ({faiss_reason(error)})"
+        rule = f"{len(ids)} rows cannot be added to an index of {factory!r} ({faiss_reason(error)})"
         raise InvalidValue(rule, cure="use another factory, such as Flat or HNSW32") from None
 
 
-def _reserve(shards: list[Any], rows: int) -> None:
-    """Reserve memory for `rows` more rows in flat indexes: enlarging the memory later would briefly double it."""
+def _reserve(index: Any, rows: int) -> None:
+    """Reserve memory for `rows` more rows in a flat index: enlarging the memory later would briefly double it."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # rows per shard; each block may give a shard one extra row
-    for shard in shards:
-        inner = shard
-        if isinstance(shard, faiss.IndexIDMap):
-            inner = faiss.downcast_index(shard.index)
-        if isinstance(inner, faiss.IndexFlatCodes):
-            size = inner.codes.size()
-            inner.codes.resize(size + most * inner.code_size)
-            inner.codes.resize(size)
-
-
-def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
-    """Distribute normalised rows evenly over the shards, starting with the shard that has the fewest rows."""
-    parts = np.array_split(block, len(shards))
-    parts_of_ids = np.array_split(ids, len(shards))
-    for index, part, part_of_ids in zip(sorted(shards, key=attrgetter("ntotal")), parts, parts_of_ids):
-        index.add_with_ids(part, part_of_ids)
+    inner = index
+    if isinstance(index, faiss.IndexIDMap):
+        inner = faiss.downcast_index(index.index)
+    if isinstance(inner, faiss.IndexFlatCodes):
+        size = inner.codes.size()
+        inner.codes.resize(size + rows * inner.code_size)
+        inner.codes.resize(size)
 
 
 def search_shards(
-    shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int, *, among: NDArray[np.int64] | None = None
+    shards: list[Any], queries: Float[Tensor, "query dim"], k: int, *, among: NDArray[np.int64] | None = None
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
     """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
     Args:
-        shards: the faiss indexes.
-        dim: dimension of an embedding.
+        shards: the faiss indexes, all with the same training.
         queries: the embeddings to search for.
         k: number of rows.
         among: ids of the rows that may be found; if None, all rows.
@@ -225,15 +258,11 @@ def search_shards(
     Raises:
         ValueError: if faiss cannot search with the index's parameters, or cannot filter this kind of index.
     """
-    if among is None:
-        search = _joined_shards(shards, dim).search
-    else:
-        search = partial(_search_among, shards, among=among)
     similarities = [np.zeros((0, k), np.float32)]
     ids = [np.zeros((0, k), np.int64)]
     for _, block in normalized_blocks(queries):
         try:
-            block_similarities, block_ids = search(block, k)
+            block_similarities, block_ids = _search_block(shards, block, k, among)
         except RuntimeError as error:
             if among is not None and "params" in str(error):
                 rule = "`where` and `group_by` must be given for an index that faiss can filter"
@@ -244,43 +273,61 @@ def search_shards(
             raise InvalidValue(rule, cure=cure) from None
         similarities.append(block_similarities)
         ids.append(block_ids)
-    all_similarities = np.concatenate(similarities)
-    all_ids = np.concatenate(ids)
-    all_similarities[all_ids < 0] = -np.inf
-    return torch.from_numpy(all_similarities), torch.from_numpy(all_ids)
+    return torch.from_numpy(np.concatenate(similarities)), torch.from_numpy(np.concatenate(ids))
 
 
-def _joined_shards(shards: list[Any], dim: int) -> Any:
-    """A faiss index that searches all shards in parallel."""
-    if len(shards) == 1:
-        return shards[0]
-    in_threads, successive_ids = True, False
-    index = load_faiss().IndexShards(dim, in_threads, successive_ids)
-    for shard in shards:
-        index.add_shard(shard)
-    return index
-
-
-def _search_among(
-    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, *, among: NDArray[np.int64]
+def _search_block(
+    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, among: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Search the shards for rows with some of the ids, one shard after the other: `IndexShards` cannot filter."""
-    found = []
-    for shard in shards:
-        # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
-        search = getattr(shard, "search_numpy", shard.search)
-        found.append(search(block, k, params=_search_parameters(shard, among)))
+    """Search the shards for one block of queries, one shard after the other."""
+    search = _search_shard
+    if isinstance(without_transform(shards[0]), load_faiss().IndexIVF):
+        search = _AssignedQueries(shards[0], block).search
+    found = [search(shard, block, k, _search_parameters(shard, among)) for shard in shards]
     similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*found))
     similarities[ids < 0] = -np.inf
+    if len(shards) == 1:
+        return similarities, ids
     order = np.argsort(-similarities, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(similarities, order, 1), np.take_along_axis(ids, order, 1)
 
 
-def _search_parameters(index: Any, ids: NDArray[np.int64]) -> Any:
-    """Parameters of faiss for a search among the rows with these ids; other parameters are those of the index.
+def _search_shard(shard: Any, block: NDArray[np.float32], k: int, parameters: Any) -> Any:
+    # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
+    return getattr(shard, "search_numpy", shard.search)(block, k, params=parameters)
+
+
+class _AssignedQueries:
+    """Queries with their nearest lists, which are the same in all shards of an IVF index, so they are found once."""
+
+    def __init__(self, shard: Any, block: Float32[np.ndarray, "query dim"]) -> None:
+        faiss = load_faiss()
+        self._rows = block
+        if isinstance(shard, faiss.IndexPreTransform):
+            for number in range(shard.chain.size()):
+                self._rows = faiss.downcast_VectorTransform(shard.chain.at(number)).apply(self._rows)
+        ivf = without_transform(shard)
+        self._similarities, self._lists = ivf.quantizer.search(self._rows, min(ivf.nprobe, ivf.nlist))
+
+    def search(self, shard: Any, block: NDArray[np.float32], k: int, parameters: Any) -> Any:
+        """Search the lists of a shard for its k nearest rows."""
+        similarities = np.empty((len(block), k), np.float32)
+        ids = np.empty((len(block), k), np.int64)
+        arrays = (self._lists, self._similarities, similarities, ids)
+        lists, to_lists, found, found_ids = map(load_faiss().swig_ptr, arrays)
+        rows = load_faiss().swig_ptr(self._rows)
+        ivf = without_transform(shard)
+        ivf.search_preassigned_c(len(block), rows, k, lists, to_lists, found, found_ids, False, parameters)
+        return similarities, ids
+
+
+def _search_parameters(index: Any, ids: NDArray[np.int64] | None) -> Any:
+    """Parameters of faiss for a search among the rows with these ids, else those of the index; None for all rows.
 
     The parameters are valid for one search, because faiss changes the selector of an `IndexIDMap` in place.
     """
+    if ids is None:
+        return None
     faiss = load_faiss()
     if len(ids) > 0 and ids.max() < BITS_PER_ID * len(ids):  # a bitmap takes a tenth of the time of a hash table
         selected = np.zeros(int(ids.max()) + 1, np.bool_)
