@@ -20,7 +20,7 @@ from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_d
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_links, check_path
 
 
 def run_folder(trainer: Any) -> Path:
@@ -87,7 +87,7 @@ class ResumableCSVLogger(CSVLogger):
         prefix: prefix of the names of all metrics.
 
     Raises:
-        ValueError: if `folder` is empty, or the path of a file.
+        ValueError: if `folder` is empty, the path of a file, or a folder with a link that leads out of it.
 
     Example:
         >>> from lightning_retrieval.callbacks import ResumableCSVLogger
@@ -104,6 +104,7 @@ class ResumableCSVLogger(CSVLogger):
         path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
+        check_links("folder", path, owner="ResumableCSVLogger")
         super().__init__(path.parent, name="", version=path.name, prefix=prefix, flush_logs_every_n_steps=1)
 
     @property

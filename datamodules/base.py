@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, g
 
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_retrieval.arguments import NotNegativeInt, PositiveInt, Seed, Several, checked
 from lightning_retrieval.backend import TrainerFn
@@ -24,7 +23,12 @@ from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.image_check import Count, DataReport
 from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import (
+    RetrievalDataLoader,
+    evaluation_loader,
+    loader_settings,
+    training_loader,
+)
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
@@ -315,12 +319,13 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         counts = (len(dataset), len(dataset.labels.unique()))
         report.splits[name] = (counts, self.published_counts.get(name, ()))
 
+    @owned
     def _evaluation_loader(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: self._evaluation_loader(part) for name, part in dataset.items()}
         self._follow_module()
         dataset = self._set_of_loader(dataset)
-        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
+        return evaluation_loader(dataset, self.eval_batch_size, **self._loader_settings(dataset))
 
     def _follow_module(self) -> None:
         """Adapt to the model of the run before a loader is created. Override this if the data depends on the model."""

@@ -4,7 +4,8 @@ The data set is on the hub, in a folder that `save_to_disk` has written, or in P
 """
 
 import io
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,12 +13,12 @@ from typing import Any, BinaryIO
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, splits_by_use
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.image_table import paths_in_root
 from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
-from lightning_retrieval.datamodules.table_file import composed
+from lightning_retrieval.datamodules.table_file import PARQUET_SUFFIXES, composed
 from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, owned_by
 from lightning_retrieval.optional_packages import optional_import
@@ -25,7 +26,6 @@ from lightning_retrieval.paths import check_path
 
 OWNER = "HuggingFaceImages"
 _DEFAULT_TEST_FRACTION = 0.5
-_VALIDATION_NAMES = ("validation", "valid", "dev")  # names that data sets on the hub give to the split "val"
 
 
 def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
@@ -42,28 +42,50 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         ValueError: if the data set cannot be read.
     """
     datasets = _import_datasets()
-    local = check_path("path", path, owner=OWNER)
-    looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
-    if looks_local and not local.exists():
-        raise MissingFile("must be an existing folder or file", OWNER, "path", got=path)
+    looks_local = path.startswith((".", "~")) or Path(path).is_absolute() or path.lower().endswith(PARQUET_SUFFIXES)
+    local = check_path("path", path, owner=OWNER, exists=looks_local)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
+            _check_files(local)
             found = datasets.load_from_disk(str(local))
-        elif local.is_file():
-            found = datasets.load_dataset("parquet", data_files=str(local))
-        elif local.is_dir():
-            found = datasets.load_dataset(str(local))
+        elif local.exists():
+            # Without the README.md of the folder, in which addresses and files elsewhere may stand.
+            files = str(local) if local.is_file() else _parquet_files(local)
+            found = datasets.load_dataset("parquet", data_files=files)
         else:
             found = datasets.load_dataset(path, config, revision=revision)
     except OSError as error:  # errors of the hub, such as a missing network, are also of this type
         rule = "must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the hub has"
         cure = "without a network, download it elsewhere, save it with save_to_disk, and give the folder"
         raise MissingFile(rule, OWNER, "path", got=f"{path} ({first_line(error)})", cure=cure) from error
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise InvalidValue("cannot be read", OWNER, "path", got=f"{path} ({first_line(error)})") from error
     if isinstance(found, Mapping):
         return dict(found)
     return {"train": found}
+
+
+def _check_files(folder: Path) -> None:
+    """Raise if what `save_to_disk` has written names files outside of the folder."""
+    splits = ["."]
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    names = list(splits)
+    for split in splits:
+        state = json.loads((folder / split / "state.json").read_bytes())
+        names += [file["filename"] for file in state["_data_files"]]
+    outside = list(filter(leaves_root, names))
+    if outside:
+        raise ValueError(f"it names the file {outside[0]!r} outside of the folder")
+
+
+def _parquet_files(folder: Path) -> dict[str, list[str]]:
+    """The Parquet files in a folder, by the split that is in their names."""
+    from datasets.data_files import DataFilesDict, get_data_patterns  # type: ignore[import-untyped]
+
+    patterns = get_data_patterns(str(folder))
+    found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=[".parquet"])
+    return {str(split): list(map(str, files)) for split, files in found.items()}
 
 
 def _import_datasets() -> Any:
@@ -204,7 +226,8 @@ class HuggingFaceSet(ImageSet):
         **settings: Any,
     ) -> None:
         super().__init__(index, root, transform, **settings)
-        self.tables = dict(tables)
+        # Other columns may hold images, too, which `datasets` would open.
+        self.tables = {name: table.select_columns([image_column]) for name, table in tables.items()}
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
@@ -219,13 +242,19 @@ class HuggingFaceSet(ImageSet):
             raise ValueError("the row has no image")
         if image["bytes"] is not None:
             return io.BytesIO(image["bytes"])
-        if not self.root.exists():  # of the hub, whose files are in its cache
-            return Path(image["path"])
-        folder = self.root.parent if self.root.is_file() else self.root
-        (path,) = paths_in_root([image["path"]], folder)
-        if leaves_root(path):
-            raise ValueError(f"its path {path!r} leads out of the folder of the data set")
-        return folder / path
+        for folder in self._folders():
+            (path,) = paths_in_root([image["path"]], folder)
+            if not leaves_root(path):
+                return folder / path
+        raise ValueError(f"its path {image['path']!r} leads out of the folder of the data set")
+
+    def _folders(self) -> list[Path]:
+        """The folders in which files of images may lie."""
+        if self.root.exists():
+            return [self.root.parent if self.root.is_file() else self.root]
+        from datasets import config
+
+        return [Path(config.HF_DATASETS_CACHE), Path(config.HF_CACHE_HOME)]  # of data sets on the hub
 
 
 class HuggingFaceImages(ImageDataModule):
@@ -246,7 +275,7 @@ class HuggingFaceImages(ImageDataModule):
         category_column: the column of coarser classes, for `sampler="category"`; None for no categories.
         tag_column: the column of tags, lists of text or of integers, for the rule `SharedTags`; None for no tags.
         split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
-            splits are used under their own names, except that `"validation"` becomes `"val"`.
+            splits are used under their own names, but for usual ones such as `"validation"`, which becomes `"val"`.
         test_fraction: fraction of the classes of all used splits, between 0 and 1, that form the test set. If None, the
             data set's splits are used as they are. If there is only one split, and `split_names` does not assign it to
             evaluation, None means that half of its classes form the test set.
@@ -334,7 +363,9 @@ class HuggingFaceImages(ImageDataModule):
         tables = {name: self._table(name) for name in self.tables}
         evaluation_only = self.split_names is not None and "train" not in self.split_names
         if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
-            splits = {use: tables[name] for use, name in (self.split_names or _splits_by_use(tables)).items()}
+            splits = {
+                use: tables[name] for use, name in (self.split_names or splits_by_use(tables, "split_names")).items()
+            }
         else:
             names = next(iter(tables.values())).columns
             joined = {name: [value for table in tables.values() for value in table[name]] for name in names}
@@ -369,17 +400,3 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
     if not split_names:
         raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
     return dict(split_names)
-
-
-def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
-    """Map each use to the name of a split; raise if two splits have the same use."""
-    splits: dict[str, str] = {}
-    for name in names:
-        use = name
-        if name in _VALIDATION_NAMES:
-            use = "val"
-        if use in splits:
-            rule = f"must be given, because the splits {splits[use]!r} and {name!r} have the same use, {use!r}"
-            raise InvalidValue(rule, OWNER, "split_names")
-        splits[use] = name
-    return splits

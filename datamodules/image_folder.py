@@ -10,7 +10,12 @@ from typing import Any, Literal
 from lightning_retrieval.arguments import Seed, checked
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ImageIndex, check_no_splits, check_test_fraction
+from lightning_retrieval.datamodules.image_index import (
+    ImageIndex,
+    check_no_roles,
+    check_test_fraction,
+    folders_of_splits,
+)
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table import Table, drawn_splits, number_splits
 from lightning_retrieval.datamodules.table_file import composed
@@ -25,7 +30,6 @@ from lightning_retrieval.preparation.decoding import (
 )
 
 OWNER = "ImageFolder"
-SPLITS = ("train", "test")
 CLASSES = ("deepest", "top")
 MOST_DEPTH = 100  # of the folder of a class
 CURE = (
@@ -40,11 +44,6 @@ def depth_of(classes: Classes) -> int:
     if isinstance(classes, int):
         return classes
     return 1
-
-
-def is_split(root: Path) -> bool:
-    """Whether a folder contains the folders `train` and `test`."""
-    return all((root / name).is_dir() for name in SPLITS)
 
 
 @dataclass
@@ -76,7 +75,7 @@ class ClassFolders:
             ValueError: if there is no class with an image; the message says how the folders should be arranged.
         """
         entries = list_folder(top)
-        check_no_splits(top, [folder.name for folder in entries.folders])
+        check_no_roles(top, [folder.name for folder in entries.folders])
         if self.classes is None:
             class_folders = self._list_class_folders(entries)
             classes = self._read_class_folders(top, class_folders)
@@ -214,15 +213,15 @@ class ImageFolder(ImageDataModule):
     """Reads images from folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
     The classes are split between training and test, so no test class is used for training. If the root contains the
-    folders `train` and `test`, these folders define the split; a folder `val` next to them is used to choose
-    checkpoints.
+    folders of several splits, these define the split: `train`, `test`, and `val`, which is used to choose checkpoints,
+    or other usual names such as `Training` and `validation`.
     Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped silently,
     all other files with a warning that counts them by their suffix.
 
     Args:
         root: the folder that contains the class folders.
-        test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there are `train`
-            and `test` folders.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there are folders
+            of splits.
         classes: which folder is the class of an image. If None, the images lie in the class folders, and those in the
             folders of class folders are not read, with a warning. Else images are read at any depth: the class is the
             folder that contains the image (`"deepest"`), the folder in the root (`"top"`), or the folder at a depth, in
@@ -237,9 +236,8 @@ class ImageFolder(ImageDataModule):
 
     Raises:
         FileNotFoundError: if `root` does not exist.
-        ValueError: if there are no class folders with images, the folders are those of other splits or of roles, such
-            as `train` and `val` without `test`, or `query` and `gallery`, or `test_fraction` leaves no class in one of
-            the sets.
+        ValueError: if there are no class folders with images, the folders are those of roles, such as `query` and
+            `gallery`, or two of the same split, or `test_fraction` leaves no class in one of the sets.
         TypeError: if `classes` has another type.
 
     Example:
@@ -287,12 +285,13 @@ class ImageFolder(ImageDataModule):
             rule, cure = "must be a folder of class folders", cure_of_missing(self.root)
             raise MissingFile(rule, OWNER, "root", got=f"{self.root}, {what}", cure=cure)
         folders = ClassFolders(self.root, categories=self.categories, classes=self.classes)
-        if not is_split(self.root):
+        entries = list_folder(self.root)
+        names = folders_of_splits(folder.name for folder in entries.folders)
+        if not names:
             table = folders.find(self.root)
             folders.warn()
             return number_splits(drawn_splits(table, self.test_fraction, self.split_seed))
-        names = [*SPLITS, "val"] if (self.root / "val").is_dir() else list(SPLITS)
-        folders.add_beside(list_folder(self.root), names)
-        splits = {name: folders.find(self.root / name) for name in names}
+        folders.add_beside(entries, list(names.values()))
+        splits = {split: folders.find(self.root / name) for split, name in names.items()}
         folders.warn()
         return number_splits(splits)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +22,13 @@ from lightning_retrieval.ranking.relevance import NO_TAG
 
 # The roles of an image in evaluation. A distractor is ranked, but is relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
-# Names of folders of splits and roles, in the structures of other programs.
-VALIDATION = ("val", "valid", "validation")
+# The usual names of splits, in any case. A split of another name is an evaluation set of its own.
+USES = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "val": ("val", "valid", "validation", "dev"),
+}
+# Names of folders of roles, in the structures of other programs.
 QUERIES = ("query", "queries")
 GALLERIES = ("gallery", "bounding_box_test", "database")
 DISTRACTOR = -1  # the label of distractors
@@ -143,8 +148,45 @@ def split_by_class(setting: str, classes: Sequence[Any], fraction: float, seed: 
     return {ordered[index] for index in drawn}
 
 
-def check_no_splits(root: Path, folders: Collection[str], argument: str = "root") -> None:
-    """Raise if folders that would be read as classes are those of splits or roles.
+def use_of(split: str) -> str:
+    """`train`, `test` or `val` if a split has a usual name of one of them, else its own name."""
+    return next((use for use, names in USES.items() if split.lower() in names), split)
+
+
+def splits_by_use(names: Iterable[str], argument: str) -> dict[str, str]:
+    """The names of splits by their uses.
+
+    Args:
+        names: the names.
+        argument: name of the argument that determines the names, for the message.
+
+    Raises:
+        ValueError: if two splits have the same use.
+    """
+    splits: dict[str, str] = {}
+    for name in names:
+        first = splits.setdefault(use_of(name), name)
+        if first != name:
+            got = f"{first!r} and {name!r}, which both mean {use_of(name)}"
+            raise InvalidValue("must have one name for each split", argument=argument, got=got)
+    return splits
+
+
+def folders_of_splits(folders: Iterable[str], argument: str = "root") -> dict[str, str]:
+    """The folder of each split among the folders in a root; empty if they are not those of splits, but of classes.
+
+    Args:
+        folders: the names of the folders.
+        argument: name of the argument with the root, for the message.
+    """
+    found = splits_by_use([name for name in sorted(folders) if use_of(name) in USES], argument)
+    if len(found) < 2:
+        return {}
+    return {use: found[use] for use in USES if use in found}
+
+
+def check_no_roles(root: Path, folders: Iterable[str], argument: str = "root") -> None:
+    """Raise if folders that would be read as classes are those of roles.
 
     Args:
         root: the folder that contains them.
@@ -152,12 +194,11 @@ def check_no_splits(root: Path, folders: Collection[str], argument: str = "root"
         argument: name of the argument with the root, for the message.
     """
     names = {name.lower() for name in folders}
-    have_roles = not names.isdisjoint(QUERIES) and not names.isdisjoint(GALLERIES)
-    have_validation = "train" in names and "test" not in names and not names.isdisjoint(VALIDATION)
-    if have_roles or have_validation:
-        rule = "must contain the folders train and test, or those of classes"
-        cure = "rename a folder val to test, or write a table with the columns split and role, for ImageTable"
-        raise InvalidValue(rule, argument=argument, got=f"{root} with {', '.join(sorted(folders)[:5])}", cure=cure)
+    if not names.isdisjoint(QUERIES) and not names.isdisjoint(GALLERIES):
+        rule = "must contain the folders of classes, or of splits such as train and test"
+        cure = "write a table with the columns split and role, for ImageTable"
+        got = f"{root} with {', '.join(sorted(folders)[:5])}"
+        raise InvalidValue(rule, argument=argument, got=got, cure=cure)
 
 
 def check_test_fraction(test_fraction: float) -> float:

@@ -1,26 +1,25 @@
 """A dataset that decodes, crops and transforms the images of an `ImageIndex` one by one."""
 
 import copy
-import unicodedata
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import first_of, short_repr
 from lightning_retrieval.datamodules.image_index import ImageIndex
-from lightning_retrieval.datamodules.item_seeds import SeededIndex, own_generators, seeded_item
+from lightning_retrieval.datamodules.indexed_set import IndexedSet
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.files import TOO_MANY_FILES, is_system_error
 from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.decoding import CurrentTransform, read_image
 from lightning_retrieval.preparation.pixels import UNNORMALIZED, Pixels
 
@@ -28,12 +27,10 @@ OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
 
-_FOR_RELEVANCE = ("roles", "instances", "cameras", "tags")  # columns of the index that items also have
-FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")  # of the accented letters in the names of files
 PLACEHOLDER_SIZE = (224, 224)  # size of the black image that replaces an evaluation batch without a readable image
 
 
-class ImageSet(Dataset[dict[str, Any]]):
+class ImageSet(IndexedSet):
     """A map-style dataset of dicts with `images`, `labels` and `ids`, read from files.
 
     The dicts also have `roles`, `instances`, `cameras` and `tags`, if the index has them, for evaluation and for rules
@@ -50,8 +47,8 @@ class ImageSet(Dataset[dict[str, Any]]):
             `least_size` is a height and a width: a JPEG may be decoded at a reduced scale if neither the image nor its
             box becomes smaller than this size, see `Preparation(reduced_scale=True)`. `short_side` is the length to
             which the function resizes the short side; an image that is too thin for it counts as undecodable. Random
-            numbers are determined by the seed that `RetrievalDataLoader` gives each index, whether it draws them from
-            the global generators of torch, Python and NumPy, from generators of its own, or by albumentations.
+            numbers from the global generators of torch, Python and NumPy, and those of albumentations, are determined
+            by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether truncated files are decoded as far as possible, with the rest grey. If False, a
@@ -99,45 +96,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.boxes_before_rotation = boxes_before_rotation
         self._gives_uint8 = False
         self._positions = range(len(index))
-        # The generators that the transform itself has, and the transform in which they were looked for.
-        self._generators: list[Any] = []
-        self._searched: Any = None
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # the workers share this memory
-
-    # Tensors of the index are properties instead of attributes, of which each spawned worker would get a copy.
-    @property
-    def labels(self) -> Int[Tensor, " item"]:
-        """The class of each image."""
-        return torch.from_numpy(self.index.labels)
-
-    @property
-    def categories(self) -> Int[Tensor, " item"] | None:
-        """The category of each image, or None."""
-        if self.index.categories is None:
-            return None
-        return torch.from_numpy(self.index.categories)
-
-    @property
-    def tags(self) -> Int[Tensor, "item tag"] | None:
-        """The tags of each image, or None."""
-        if self.index.tags is None:
-            return None
-        return torch.from_numpy(self.index.tags)
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """The names of the classes 0, 1, ..., or None."""
-        return self.index.names
-
-    @property
-    def tag_names(self) -> Sequence[str] | None:
-        """The names of the tags 0, 1, ..., or None."""
-        return self.index.tag_names
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """The names of the optional entries that items have."""
-        return tuple(name for name in _FOR_RELEVANCE if getattr(self.index, name) is not None)
 
     @property
     def skipped(self) -> list[str]:
@@ -159,9 +118,6 @@ class ImageSet(Dataset[dict[str, Any]]):
         batch: dict[str, Any] = default_collate(found)
         return batch
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an image with its annotations. The item of a skipped image has an entry `skipped`, see `collate`."""
         position = self._positions[index]
@@ -170,10 +126,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        if isinstance(index, SeededIndex) and self._searched is not self.transform.current:
-            self._searched = self.transform.current
-            self._generators = own_generators(self._searched)
-        with seeded_item(index, self._generators):
+        with seeded_item(index):
             images = self.transformed(image)
         return self._item(position, images)
 
@@ -247,15 +200,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         item = {"images": images}
         if self._gives_uint8 and self.transform.to_uint8 is not None:
             item[UNNORMALIZED] = torch.tensor(True)
-        targets = self.index.levels
-        if targets is None:
-            targets = self.index.labels
-        item |= {"labels": torch.from_numpy(targets)[position], "ids": torch.tensor(position)}
-        for name in _FOR_RELEVANCE:
-            values = getattr(self.index, name)
-            if values is not None:
-                item[name] = torch.from_numpy(values)[position]
-        return item
+        return item | self.annotations(position)
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """Return the item of a skipped image: in training only its path, in evaluation a black image with role 0.
@@ -279,10 +224,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             cure = "repair or remove it"
             if isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 kind = FileNotFoundError
-                cure = "correct `root`"
-                form = _form_of_file(self.root, self.index.paths[position])
-                if form is not None:
-                    cure = f"write its name in the Unicode form {form}, in which there is such a file"
+                cure = cure_of_missing(path) or "correct `root`"
             elif isinstance(error, PermissionError):
                 cure = "let this user read it"
             elif is_system_error(error):
@@ -298,14 +240,6 @@ class ImageSet(Dataset[dict[str, Any]]):
             warnings.warn(  # noqa: B028
                 f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far in this set: {count}."
             )
-
-
-def _form_of_file(root: Path, path: str) -> str | None:
-    """The Unicode form in which a file with the name `path` exists; None if there is no such file."""
-    for form in FORMS:
-        if (root / unicodedata.normalize(form, path)).is_file():
-            return form
-    return None
 
 
 def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction, splits_by_use, use_of
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, drawn_splits, normalized_path, number_splits
 from lightning_retrieval.datamodules.table_file import TAG_SEPARATOR, read_table
@@ -24,7 +24,6 @@ from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.paths import check_path, find_file
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without a box; boxes are clipped to the image
-SPLITS = ("train", "val", "test")
 
 
 def is_empty(text: str) -> bool:
@@ -155,15 +154,15 @@ def tags_of(table: Table) -> list[list[str]] | None:
     return found
 
 
-def check_splits(table: Table) -> None:
-    """Raise unless all texts of the column `split` are names of splits."""
+def splits_of(table: Table) -> list[str]:
+    """The split of each image: `train`, `val`, `test` or the name of another evaluation set."""
     rule = "be train, val, test or another name of letters, digits, '_' and '-'"
     table.check("split", lambda name: re.fullmatch(r"[\w-]+", name) is None, rule)
-    rule = "be train, val or test in lower case"
-    table.check("split", lambda name: name.lower() in SPLITS and name not in SPLITS, rule)
     check_values(table, "split")
     rule = "be a split, but this is a role"
     table.check("split", lambda name: name.lower() in ROLES, rule, cure="write test, and the role in the column role")
+    splits_by_use(dict.fromkeys(table["split"]), "split")
+    return list(map(use_of, table["split"]))
 
 
 def by_split(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:
@@ -195,9 +194,8 @@ def by_split(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:
 
 
 def _given_splits(table: Table) -> dict[str, Table]:
-    check_splits(table)
-    splits = np.array(table["split"])
-    names = sorted(set(table["split"]))
+    splits = np.array(splits_of(table))
+    names = sorted(set(splits.tolist()))
     if "train" not in names or len(names) == 1:
         got = f"{', '.join(map(repr, names))} in {table.file}"
         raise InvalidValue("must have rows of train and of val, test or others", argument="split", got=got)
@@ -251,7 +249,7 @@ class ImageTable(ImageDataModule):
     | `label` | the class, text or an integer; may be empty for distractors |
     | `tags` | tags such as `red; dress`, separated by `;`, for the rule `SharedTags`; may be empty |
     | `category` | a coarser class, for `sampler="category"` |
-    | `split` | `train`, `val`, `test` or the name of another evaluation set |
+    | `split` | `train`, `val`, `test`, or a usual name of one of them; or the name of another evaluation set |
     | `role` | `query`, `gallery`, `both` (also if empty) or `distractor` (not in training) |
     | `camera` | camera or sequence; in evaluation, a query's list has no images of the same class and camera |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
@@ -345,9 +343,6 @@ class ImageTable(ImageDataModule):
         return number_splits(splits, name_of_class=str if is_labelled else None)
 
     def _table_path(self) -> Path:
-        path = self.table
-        if (self.root / self.table).exists() or not self.table.is_file():
-            path = find_file(self.root, str(self.table), argument="table")
-        if path.is_dir():
-            raise InvalidValue("must be a CSV or Parquet file", argument="table", got=f"the folder {path}")
-        return path
+        if self.table.is_file() and not (self.root / self.table).exists():
+            return self.table
+        return find_file(self.root, str(self.table), argument="table")

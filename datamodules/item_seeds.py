@@ -4,14 +4,9 @@ The augmentation of an image therefore does not depend on the number of ranks or
 interrupted.
 """
 
-import functools
-import inspect
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType, NoneType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,15 +16,6 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_tensor, is_integer
 from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.preparation.serialised import AlbumentationsTransform
-
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-# What holds no generator, or seeds it itself, or cannot be seeded.
-_VALUES = (str, bytes, int, float, NoneType, Tensor, np.ndarray, PurePath, ModuleType)
-_WITHOUT = (*_VALUES, AlbumentationsTransform, random.SystemRandom)
-# Packages whose functions draw from the global generators or from attributes of their objects.
-_LIBRARIES = ("torch", "torchvision", "timm", "albumentations", "numpy", "PIL", "cv2", "lightning_retrieval")
-_MOST_PARTS = 10_000  # number of objects in which generators are looked for
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
@@ -112,15 +98,15 @@ def item_generator(index: int) -> torch.Generator | None:
 
 
 @contextmanager
-def seeded_item(index: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+def seeded_item(index: int) -> Iterator[None]:
     """Seed the global generators of torch, Python and NumPy within a context, if the index has a seed.
 
     On exit, the previous states are restored. All three generators are needed: the transforms of torchvision use the
-    generator of torch, and the transforms of timm use the generators of Python and NumPy.
+    generator of torch, and the transforms of timm use the generators of Python and NumPy. A generator that a transform
+    made itself is not seeded.
 
     Args:
         index: the argument of `dataset[index]`; for a plain `int`, nothing is seeded.
-        generators: further generators that are seeded, see `own_generators`. Each gets a seed of its own.
     """
     if not isinstance(index, SeededIndex):
         yield
@@ -131,97 +117,11 @@ def seeded_item(index: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     random.seed(index.seed)
     np.random.seed(index.seed % 2**32)
     try:
-        with ExitStack() as stack:
-            for number, own in enumerate(generators, 1):
-                stack.callback(_seeded(own, (index.seed + number) % 2**63))
-            yield
+        yield
     finally:
         generator.set_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-
-
-def own_generators(transform: Any) -> list[Any]:
-    """Find the generators of random numbers that a transform draws from besides the global ones.
-
-    A generator is found in an attribute of the transform or of its class, a list, a tuple, a dict, a partial function,
-    a default argument, or a variable that a function reads from outside. The order is the same in all processes.
-    Objects with a method `set_random_seed`, such as the transforms of albumentations, stand for their generators.
-
-    Args:
-        transform: a function.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-    pending = deque([transform])
-    while pending and len(seen) < _MOST_PARTS:
-        part = pending.popleft()
-        if isinstance(part, _WITHOUT) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, GENERATORS) or callable(getattr(type(part), "set_random_seed", None)):
-            found.append(part)
-        else:
-            pending.extend(_parts(part))
-    return found
-
-
-def _parts(part: Any) -> Iterable[Any]:
-    """The objects that an object directly consists of or reads."""
-    if isinstance(part, dict):
-        return part.values()
-    if isinstance(part, (list, tuple)):
-        return part
-    if isinstance(part, functools.partial):
-        return part.func, *part.args, *part.keywords.values()
-    if isinstance(part, MethodType):
-        return part.__self__, part.__func__
-    if isinstance(part, FunctionType):
-        return _parts_of_function(part)
-    parts = list(getattr(part, "__dict__", {}).values())
-    owner = part if isinstance(part, type) else type(part)
-    for cls in owner.__mro__:
-        if not _is_of_library(cls):
-            parts += vars(cls).values()
-    return parts
-
-
-def _parts_of_function(function: FunctionType) -> Iterable[Any]:
-    """The default arguments of a function, and the variables that it reads from outside."""
-    if _is_of_library(function):
-        return ()
-    try:
-        outside = inspect.getclosurevars(function)
-    except ValueError:  # a variable has no value yet
-        return function.__defaults__ or ()
-    return *(function.__defaults__ or ()), *outside.nonlocals.values(), *outside.globals.values()
-
-
-def _is_of_library(part: Any) -> bool:
-    """Whether a class or a function belongs to a package that draws from no generator of its own."""
-    return str(part.__module__).partition(".")[0] in (*_LIBRARIES, "builtins")
-
-
-def _seeded(generator: Any, seed: int) -> Callable[[], Any]:
-    """Seed what `own_generators` has found; return a function that restores the state of a generator."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        before = bits.state
-        bits.state = type(bits)(seed).state
-        return functools.partial(setattr, bits, "state", before)
-    if isinstance(generator, random.Random):
-        restore: Callable[[], Any] = functools.partial(generator.setstate, generator.getstate())
-        generator.seed(seed)
-    elif isinstance(generator, torch.Generator):
-        restore = functools.partial(generator.set_state, generator.get_state())
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.RandomState):
-        restore = functools.partial(generator.set_state, generator.get_state())
-        generator.seed(seed % 2**32)
-    else:
-        generator.set_random_seed(seed % 2**32)
-        return lambda: None
-    return restore
 
 
 class SeededIndex(int):

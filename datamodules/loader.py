@@ -5,9 +5,14 @@ the batch sampler here is a `DistributedSampler` that yields batches.
 """
 
 import itertools
+import multiprocessing
+import os
+import pickle
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -166,6 +171,62 @@ def training_loader(
     return RetrievalDataLoader(dataset, sampler, **position, **settings)
 
 
+def evaluation_loader(dataset: Any, batch_size: int, **settings: Any) -> DataLoader[Any]:
+    """Create a loader of a data module's evaluation batches, in the order of the dataset.
+
+    Args:
+        dataset: a map-style dataset.
+        batch_size: number of items of a batch.
+        settings: other arguments of `DataLoader`.
+    """
+    check_found_by_workers(dataset, settings)
+    return DataLoader(dataset, batch_size=batch_size, **settings)
+
+
+class _OfSession(pickle.Pickler):
+    """Finds the classes and functions that an object refers to and that were defined in the running session."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=lambda _: False)
+        self.found: list[str] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """Record what is pickled by its name; data of tensors are left out."""
+        if isinstance(value, Tensor):
+            return int, ()
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            self.found.append(value.__qualname__)
+            return int, ()
+        return NotImplemented
+
+
+def check_found_by_workers(dataset: Any, settings: Mapping[str, Any]) -> None:
+    """Raise if workers would not find what was defined in a notebook, since they do not have its cells.
+
+    Workers that are forked have all that the process has. Python forks on Linux before 3.14.
+
+    Args:
+        dataset: the dataset of a loader.
+        settings: arguments of `DataLoader`.
+
+    Raises:
+        ValueError: if the dataset, its transform or another function was defined in a notebook.
+    """
+    workers, context = settings.get("num_workers", 0), settings.get("multiprocessing_context")
+    if context is not None and not isinstance(context, str):
+        context = context.get_start_method()
+    method = context or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if workers == 0 or method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
+        return
+    with open(os.devnull, "wb") as nowhere:
+        pickler = _OfSession(nowhere)
+        pickler.dump((dataset, settings.get("collate_fn"), settings.get("worker_init_fn")))
+    if pickler.found:
+        got = f"{workers} with {pickler.found[0]}, which was defined in a notebook, where they do not find it"
+        cure = "move it into a file that the notebook imports, or set num_workers=0"
+        raise InvalidValue("must be 0", argument="num_workers", got=got, cure=cure)
+
+
 def loader_settings(
     num_workers: int, *, pin_memory: bool | None, persistent_workers: bool | None = None, collate_fn: Any
 ) -> dict[str, Any]:
@@ -229,8 +290,9 @@ class RetrievalDataLoader(DataLoader[Any]):
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
         ValueError: if `dataset` does not have one item for each label of `batch_sampler`, `epoch` or `start` is out of
-            its range, or `in_order` is False; during the iteration, if a batch has fewer images than there are
-            processes or, without `collate_fn`, images of different sizes.
+            its range, `in_order` is False, or workers that are not forked would not find what was defined in a
+            notebook; during the iteration, if a batch has fewer images than there are processes or, without
+            `collate_fn`, images of different sizes.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -276,6 +338,8 @@ class RetrievalDataLoader(DataLoader[Any]):
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
         if kwargs.get("collate_fn") is None:
             kwargs["collate_fn"] = collate_images
+        with owned_by("RetrievalDataLoader"):
+            check_found_by_workers(dataset, kwargs)
         super().__init__(dataset, batch_sampler=self._rank_sampler, **kwargs)
 
     @property  # type: ignore[override]

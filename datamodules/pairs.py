@@ -71,11 +71,6 @@ def shared_numbers(
     return numbers
 
 
-def _as_tensor(labels: Any) -> Tensor:
-    """Labels of a data set or an item, which may be an array or a list, as a tensor."""
-    return torch.as_tensor(labels)
-
-
 @dataclass(frozen=True)
 class MatchedSet:
     """The data set of one side of a `PairSet`, whose classes and tags are numbered as on the other side.
@@ -97,7 +92,7 @@ class MatchedSet:
     @property
     def labels(self) -> Int[Tensor, " item"]:
         """The label of each item."""
-        return self._relabelled(_as_tensor(self.dataset.labels), ndim=1)
+        return self._relabelled(torch.as_tensor(self.dataset.labels), ndim=1)
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The items with these indices, with the labels and tags of both sides."""
@@ -118,7 +113,7 @@ class MatchedSet:
         """The item in the form of both sides. Items of skipped training images have no labels."""
         matched = dict(item)
         if "labels" in item:
-            matched["labels"] = self._relabelled(_as_tensor(item["labels"]), ndim=0)
+            matched["labels"] = self._relabelled(torch.as_tensor(item["labels"]), ndim=0)
         if "tags" in item:
             matched["tags"] = self._retagged(item["tags"])
         if "cameras" in getattr(self.dataset, "entries", ()) and "cameras" not in self.entries_of_other:
@@ -254,7 +249,7 @@ def used_names(part: Any) -> set[str]:
     names = getattr(part, "class_names", None) or getattr(part, "names", None)
     if names is None:
         return set()
-    labels = _as_tensor(part.labels)
+    labels = torch.as_tensor(part.labels)
     return set(map(names.__getitem__, labels[labels >= 0].unique().tolist()))
 
 

@@ -7,8 +7,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from lightning_retrieval.datamodules.image_index import use_of
 from lightning_retrieval.datamodules.table import Table, read_csv
-from lightning_retrieval.datamodules.table_format import COLUMNS, OML_ROLES, OML_SPLITS, SIDES, TableFormat, flag_of_oml
+from lightning_retrieval.datamodules.table_format import COLUMNS, OML_ROLES, SIDES, TableFormat, flag_of_oml
 from lightning_retrieval.files import is_system_error
 from lightning_retrieval.invalid import InvalidValue
 
@@ -43,6 +44,8 @@ def read_table(
         ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
             row, or, in a CSV file, a row has another number of fields than the header or a value has several lines.
     """
+    if path.is_dir():
+        raise InvalidValue(f"{path} must be a CSV or Parquet file", got="a folder")
     is_parquet = path.suffix.lower() in PARQUET_SUFFIXES
     found = _opened_parquet(path) if is_parquet else read_csv(path, table_format.delimiter)
     names = list(found.schema_arrow.names if is_parquet else found.column_names)
@@ -142,10 +145,7 @@ def _check_columns(
 
 
 def _converted_oml(table: Table) -> Table:
-    """A table of open-metric-learning with the splits and roles of this library."""
-    splits = [OML_SPLITS.get(name, name) for name in table["split"]] if "split" in table else [""] * len(table)
-    if "split" in table:
-        table = table.with_columns(split=splits)
+    """A table of open-metric-learning with the roles of this library."""
     if OML_ROLES[0] not in table:
         return table
     queries = table.parsed("is_query", flag_of_oml)
@@ -153,8 +153,8 @@ def _converted_oml(table: Table) -> Table:
     if OML_ROLES[1] in table:
         gallery = table.parsed("is_gallery", flag_of_oml)
     roles = [ROLE_OF_FLAGS[flags] for flags in zip(queries, gallery)]
-    unused = [row for row, role in enumerate(roles) if not role and splits[row] != "train"]
+    in_training = [use_of(split) == "train" for split in table.get("split") or [""] * len(table)]
+    unused = [row for row, role in enumerate(roles) if not role and not in_training[row]]
     if unused:
         raise table.error(unused, "`is_query` or `is_gallery` must be True in evaluation")
-    in_training = [split == "train" for split in splits]
     return table.with_columns(role=["" if train else role for train, role in zip(in_training, roles)])

@@ -10,7 +10,6 @@ open-metric-learning:
 | `camera` | `sequence` |
 | `left`, `top`, `right`, `bottom` | `x_1`, `y_1`, `x_2`, `y_2` |
 | `role` | `is_query`, `is_gallery` |
-| `split`: `val` | `split`: `validation` |
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ COLUMNS = ("image", "label", "tags", "category", "split", "role", "camera", "box
 NAMES = ("text", *COLUMNS)
 OML = {"image": "path", "camera": "sequence", **dict(zip(SIDES, ("x_1", "y_1", "x_2", "y_2")))}
 OML_ROLES = ("is_query", "is_gallery")
-OML_SPLITS = {"validation": "val"}
 TABS = ("tab", "\\t")  # names of the tab on a command line
 TRUE, FALSE = ("true", "1", "1.0"), ("false", "0", "0.0", "")
 

@@ -3,16 +3,12 @@
 The texts are tokenized as they are loaded, by the tokenizer of the network that embeds them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.datamodules.base import RetrievalDataModule, RetrievalSettings, Unpack
@@ -26,6 +22,7 @@ from lightning_retrieval.datamodules.image_table import (
     labels_of,
     tags_of,
 )
+from lightning_retrieval.datamodules.indexed_set import IndexedSet
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -37,7 +34,7 @@ from lightning_retrieval.paths import check_path
 
 
 @dataclass(frozen=True)
-class TextSet(Dataset[dict[str, Any]]):
+class TextSet(IndexedSet):
     """A map-style dataset of dicts with the tokens of a text as `images`, and with `labels`, `ids` and any `tags`.
 
     Args:
@@ -53,33 +50,6 @@ class TextSet(Dataset[dict[str, Any]]):
         """The texts."""
         return self.index.texts or PackedStrings([])
 
-    @property
-    def labels(self) -> Int[Tensor, " item"]:
-        """The class of each text."""
-        return torch.from_numpy(self.index.labels)
-
-    @property
-    def tags(self) -> Int[Tensor, "item tag"] | None:
-        """The tags of each text, or None."""
-        return None if self.index.tags is None else torch.from_numpy(self.index.tags)
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """The names of the classes 0, 1, ..., or None."""
-        return self.index.names
-
-    @property
-    def tag_names(self) -> Sequence[str] | None:
-        """The names of the tags 0, 1, ..., or None."""
-        return self.index.tag_names
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """The names of the optional entries that items have."""
-        if self.tags is None:
-            return ()
-        return ("tags",)
-
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
         """Make a batch: tokens are padded with -1 to the longest row."""
@@ -88,9 +58,6 @@ class TextSet(Dataset[dict[str, Any]]):
         batch: dict[str, Any] = default_collate(of_one_length)
         return batch
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.tokenizer is None:
             rule = "must be given outside of a run whose model embeds texts"
@@ -98,10 +65,7 @@ class TextSet(Dataset[dict[str, Any]]):
             raise InvalidValue(rule, "TextTable", "tokenizer", got=got, cure="give the `tokenizer` of a TextEmbedder")
         position = range(len(self))[index]
         tokens = self.tokenizer([self.texts[position]])[0]
-        item = {"images": tokens, "labels": self.labels[position], "ids": torch.tensor(position)}
-        if self.tags is not None:
-            item["tags"] = self.tags[position]
-        return item
+        return {"images": tokens} | self.annotations(position)
 
 
 class TextTable(RetrievalDataModule):

@@ -86,8 +86,7 @@ def move_file(source: Path, path: Path) -> None:
     """Flush a new file to the disk, then replace `path` on the same file system by it."""
     flush(source)
     rename(source, path)
-    with suppress(OSError):  # `path` is already replaced, and some file systems cannot flush a folder
-        flush(path.parent)
+    flush(path.parent)
 
 
 def rename(source: Path, path: Path) -> None:
@@ -146,7 +145,7 @@ def delete(path: Path) -> None:
 def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """Context with an empty folder, whose files replace all files of these names in `folder` on exit.
 
-    If there is nothing else in `folder`, the two folders exchange their names in one step. Otherwise, or if the system
+    The two folders exchange their names in one step, where the new one has links to all other files. If the system
     cannot do that, the earlier files are deleted first, and the new ones get their names in reverse order: a killed
     process leaves some files of one version, and the first file only if all others are there, but never a mix.
 
@@ -171,24 +170,36 @@ def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
-    """Let a new folder within another one take its name; False if it cannot, or if the other one has further files."""
-    others = [path for path in folder.iterdir() if path.name not in names and not is_temporary(path)]
+    """Let a new folder within another one take its name, with all files that have other names; False if it cannot."""
     owners = {(new.stat().st_uid, new.stat().st_gid), (folder.stat().st_uid, folder.stat().st_gid)}
-    if others or len(owners) > 1 or Path.cwd().is_relative_to(folder):
+    if len(owners) > 1 or Path.cwd().is_relative_to(folder):
         return False
     beside = temporary_path(folder)
     try:
+        for path in folder.iterdir():
+            if path.name not in names and not is_temporary(path):
+                _link(path, new / path.name)
         shutil.copymode(folder, new)
         rename(new, beside)
-    except OSError:  # the folder above cannot be written to, or is on another file system
+    except OSError:  # the folder above cannot be written to, or is on another file system, or files have no links
         return False
     if not exchange_names(beside, folder):
         rename(beside, new)
         return False
-    with suppress(OSError):  # as in `move_file`
-        flush(folder.parent)
+    flush(folder.parent)
+    for path in beside.iterdir():  # another process may have written a file since the links were made
+        if path.name not in names and not is_temporary(path) and not os.path.lexists(folder / path.name):
+            rename(path, folder / path.name)
     delete(beside)
     return True
+
+
+def _link(path: Path, target: Path) -> None:
+    """Give a file, or all files in a folder, a second name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, target, symlinks=True, copy_function=partial(os.link, follow_symlinks=False))
+    else:
+        os.link(path, target, follow_symlinks=False)
 
 
 def _replace_files(new: Path, folder: Path, names: Sequence[str]) -> None:
@@ -214,12 +225,18 @@ def delete_temporary_files(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
-    flags = os.O_RDWR  # Windows flushes only what is open for writing
+    """Wait until the content of a file, or the list of names in a folder, is on the disk.
+
+    Windows and some file systems, such as those of SMB, cannot flush a folder.
+    """
     if path.is_dir():
-        if not POSIX:  # Windows has no such operation for folders
-            return
-        flags = os.O_RDONLY
+        with suppress(OSError):
+            _flush(path, os.O_RDONLY)
+    else:
+        _flush(path, os.O_RDWR)  # Windows flushes only what is open for writing
+
+
+def _flush(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
@@ -465,7 +482,8 @@ def folder_lock(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
 @contextmanager
 def _lock_of_posix(folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
     with writing(folder / name):
-        opened = (folder / name).open("a+")
+        # A link is not followed, since it may lead out of the folder.
+        opened = os.fdopen(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+")
     with opened as file:
         _take_lock(folder, file, shared=shared)
         _locks.add(file)

@@ -43,6 +43,26 @@ def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exi
     return path
 
 
+def check_links(name: str, folder: Path, *, owner: str = "") -> None:
+    """Raise if a link in a folder leads out of it, so that what is written there would be written elsewhere.
+
+    Args:
+        name: name of the argument with the folder.
+        folder: the folder, which need not exist.
+        owner: the class or function whose argument it is.
+
+    Raises:
+        ValueError: if there is such a link, at any depth.
+    """
+    top = os.path.realpath(folder)
+    for parent, folders, files in os.walk(folder):
+        for entry in (*folders, *files):
+            path = Path(parent, entry)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
+                rule = "must be a folder without links that lead out of it"
+                raise InvalidValue(rule, owner, name, got=f"{path}, which leads to {os.readlink(path)}")
+
+
 def find_file(root: Path, *candidates: str, root_name: str = "root", argument: str = "") -> Path:
     """Return the first of several paths below a folder that exists, whether it is a file or a folder.
 

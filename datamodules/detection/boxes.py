@@ -19,12 +19,12 @@ from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
-from lightning_retrieval.datamodules.loader import loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import evaluation_loader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
-from lightning_retrieval.files import is_system_error
-from lightning_retrieval.invalid import InvalidValue, MissingFile
+from lightning_retrieval.files import is_system_error, leaves_root
+from lightning_retrieval.invalid import InvalidValue, MissingFile, owned
 from lightning_retrieval.loading import CheckpointedDataModule
-from lightning_retrieval.paths import check_path
+from lightning_retrieval.paths import check_path, cure_of_missing
 from lightning_retrieval.preparation.prepare import open_image, to_rgb
 from lightning_retrieval.random_state import seed_or_default
 
@@ -75,6 +75,9 @@ class BoxIndex:
         if len(paths) != len(objects):
             rule = "must have one entry for each path"
             raise InvalidValue(rule, "BoxIndex", "objects", got=f"{len(objects)} for {len(paths)} paths")
+        outside = list(filter(leaves_root, paths))
+        if outside:
+            raise InvalidValue("must lie inside the root", "BoxIndex", "paths", got=repr(outside[0]))
         self.paths = list(paths)
         self.class_names = list(class_names)
         images = [_image_objects(given) for given in objects]
@@ -200,7 +203,8 @@ class BoxSet(Dataset[Item]):
             with open_image(path) as file:
                 pixels = functional.pil_to_tensor(to_rgb(file))
         except FileNotFoundError:
-            raise MissingFile(f"cannot read the image {path}, which does not exist", "BoxSet") from None
+            rule = f"cannot read the image {path}, which does not exist"
+            raise MissingFile(rule, "BoxSet", cure=cure_of_missing(path)) from None
         except Exception as error:  # Pillow raises errors of many types
             if is_system_error(error):
                 raise
@@ -322,8 +326,9 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """A loader of the test set in order."""
         return self._evaluation_loader(self.test_set)
 
+    @owned
     def _evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings())
+        return evaluation_loader(dataset, self.eval_batch_size, **self._loader_settings())
 
     def _loader_settings(self) -> dict[str, Any]:
         return loader_settings(self.num_workers, pin_memory=self.pin_memory, collate_fn=collate_boxes)

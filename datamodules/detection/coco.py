@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.paths import check_path, find_file
 
@@ -105,9 +104,6 @@ def read_coco(path: Path) -> BoxIndex:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         rule = f"{path} must be a JSON file in COCO's format"
         raise InvalidValue(rule, OWNER, got=f"one that cannot be read ({error!r})") from None
-    outside = list(filter(leaves_root, paths.values()))
-    if outside:
-        raise InvalidValue(f"{path} must have file names inside of `root`", OWNER, got=repr(outside[0]))
     names = [category["name"] for category in categories]
     with reported_as(OWNER):
         return BoxIndex(list(paths.values()), list(objects.values()), class_names=names)

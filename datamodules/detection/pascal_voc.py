@@ -9,6 +9,7 @@ from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
 from lightning_retrieval.datamodules.table import read_list
+from lightning_retrieval.files import leaves_root
 from lightning_retrieval.invalid import InvalidValue, MissingFile, owned, reported_as
 from lightning_retrieval.paths import find_file
 
@@ -97,6 +98,7 @@ class PascalVOC(BoxDataModule):
         found = find_file(self.root, listed, f"VOCdevkit/{listed}")
         table = read_list(found, "image")
         table.check_unique("image")
+        table.check("image", leaves_root, "lie inside the root")
         folder = found.parents[2]
         relative = folder.relative_to(self.root).as_posix()
         paths, objects = [], []

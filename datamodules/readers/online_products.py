@@ -1,12 +1,10 @@
 """Stanford Online Products: products sold on eBay, each with a few photographs."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
-from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex
-from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.table import Table, number_splits, read_list
 from lightning_retrieval.invalid import owned
 from lightning_retrieval.paths import find_file
@@ -55,9 +53,6 @@ class StanfordOnlineProducts(ImageDataModule):
     """
 
     published_counts = MappingProxyType({"train": [(59_551, 11_318)], "test": [(60_502, 11_316)]})
-
-    def __init__(self, root: str | Path, **settings: Unpack[ImageSettings]) -> None:
-        super().__init__(root, **settings)
 
     @owned
     def read(self) -> Mapping[str, ImageIndex]:

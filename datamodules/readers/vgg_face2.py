@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table import Table, number_splits, read_csv_list, read_list
+from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, number_splits, read_csv_list, read_list
 from lightning_retrieval.invalid import InvalidValue, owned
 from lightning_retrieval.paths import find_file
 from lightning_retrieval.preparation.decoding import image_suffixes, list_folder
@@ -122,10 +122,12 @@ class VGGFace2(ImageDataModule):
             got = f"none for {rows.null_count} images, such as {paths[first]}"
             raise InvalidValue(f"{file} must have a box for each image of {split}", got=got)
         found: NDArray[np.int64] = boxes[rows.to_numpy()]
-        empty = np.flatnonzero((found[:, 2] <= found[:, 0]) | (found[:, 3] <= found[:, 1])).tolist()
-        if empty:
-            row = rows[empty[0]].as_py()
-            raise table.error([row], "`boxes` must contain at least one pixel", boxes[row].tolist())
+        is_empty = (found[:, 2] <= found[:, 0]) | (found[:, 3] <= found[:, 1])
+        wrong = np.flatnonzero(is_empty | (np.abs(found).max(1) >= LARGEST_PIXEL)).tolist()
+        if wrong:
+            row = rows[wrong[0]].as_py()
+            rule = "`boxes` must contain at least one pixel, and fit into 32 bits"
+            raise table.error([row], rule, boxes[row].tolist())
         return found
 
 

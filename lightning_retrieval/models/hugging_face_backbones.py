@@ -7,8 +7,10 @@ a model can be rebuilt from a checkpoint without a network connection.
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +49,7 @@ FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
 # Entries of a config whose value, if it is a string, is the name of a model that transformers looks up on the hub.
 OTHER_MODELS = ("backbone", "base_model_name_or_path")
 TYPE_ARGUMENTS = ("dtype", "torch_dtype")
+KERNELS = re.compile(r"\b(get_kernel|lazy_load_kernel)\(|cpp_extension")  # in the code of a network
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -226,12 +229,22 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
     """
     for name, value in named_values(argument, config):
         names_model = name in OTHER_MODELS and isinstance(value, str)
-        if names_model or names_kernels(name, value) or (name == "quantization_config" and value):
+        has_kernels = names_kernels(name, value) or (name == "model_type" and _fetches_kernels(value))
+        if names_model or has_kernels or (name == "quantization_config" and value):
             rule = "must be a model whose config names no kernels, no other model and no quantisation"
             got = f"hf/{request.name} with {name}={short_repr(value)}"
             cure = "if you trust it, build the model with transformers and give the module"
             raise InvalidValue(rule, argument=argument, got=got, cure=cure)
     check_plain_data(argument, config)
+
+
+def _fetches_kernels(model_type: Any) -> bool:
+    """Whether transformers fetches or compiles native code for a type of models by itself where there is a GPU."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(str(model_type))
+    code = resources.files("transformers") / "models" / module / f"modeling_{module}.py"
+    return module.isidentifier() and code.is_file() and KERNELS.search(code.read_text(encoding="utf-8")) is not None
 
 
 def _dtype(request: BackboneRequest, saved: torch.dtype | None) -> torch.dtype:

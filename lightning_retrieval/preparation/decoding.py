@@ -6,6 +6,7 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 import contextlib
 import errno
 import os
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ try:
     from torchvision.io import ImageReadMode, decode_image
 except ImportError:  # deprecated in torchvision 0.29
     decode_image = None
+
+# Photographs of 90 to 180 megapixels are read; `open_image` says what helps with larger ones.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 

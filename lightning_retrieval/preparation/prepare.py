@@ -31,7 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
-from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
+from PIL.TiffImagePlugin import (
+    BITSPERSAMPLE,
+    IMAGELENGTH,
+    IMAGEWIDTH,
+    PHOTOMETRIC_INTERPRETATION,
+    PLANAR_CONFIGURATION,
+    SAMPLEFORMAT,
+    TiffImageFile,
+)
 
 Size = tuple[int, int]  # height and width
 Box = tuple[int, int, int, int]  # top, left, bottom and right
@@ -63,6 +71,11 @@ FORMATS = (
     *("GIF", "ICNS", "ICO", "IM", "JPEG", "JPEG2000", "MPO", "MSP", "PCD", "PCX", "PIXAR"),
     *("PNG", "PPM", "PSD", "QOI", "SGI", "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM"),
 )
+# Tags of TIFF files, on which the photographs of cameras in their own formats are built.
+SUBFILE_TYPE, SUB_FILES, DNG_VERSION = 254, 330, 50706
+WHITE_IS_ZERO, RGB, CMYK = 0, 2, 5  # values of `PHOTOMETRIC_INTERPRETATION`
+SIGNED = 2  # value of `SAMPLEFORMAT`
+CANON = b"CR"  # bytes 8 and 9 of Canon's files, CR2
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -134,7 +147,8 @@ def open_image(file: Any) -> ImageFile.ImageFile:
         file: path of the file, or its content as a binary stream.
 
     Raises:
-        ValueError: if the path is a FIFO, a socket, a device or a folder.
+        ValueError: if the path is a FIFO, a socket, a device or a folder, the image has more pixels than Pillow opens,
+            or it is a TIFF file that Pillow would read wrongly, or of which it would read a thumbnail.
         OSError: if the file cannot be read, or its content has none of the formats.
     """
     if isinstance(file, (str, os.PathLike)):
@@ -143,7 +157,37 @@ def open_image(file: Any) -> ImageFile.ImageFile:
             raise ValueError("it is a folder, not a file")
         if not stat.S_ISREG(mode):
             raise ValueError("it is not a regular file, but a FIFO, a socket or a device")
-    return Image.open(file, formats=image_formats())
+    try:
+        image = Image.open(file, formats=image_formats())
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{error}; set PIL.Image.MAX_IMAGE_PIXELS = None to read images of any size") from None
+    if isinstance(image, TiffImageFile):
+        try:
+            _check_tiff(image)
+        except ValueError:
+            image.close()
+            raise
+    return image
+
+
+def _check_tiff(image: TiffImageFile) -> None:
+    """Raise for a file of which Pillow would give a thumbnail, or other pixels than those in it."""
+    tags = image.tag_v2
+    position = image.fp.tell()
+    image.fp.seek(8)
+    is_of_canon = image.fp.read(2) == CANON
+    image.fp.seek(position)
+    if DNG_VERSION in tags or (SUB_FILES in tags and tags.get(SUBFILE_TYPE, 0) & 1) or is_of_canon:
+        raise ValueError("it is a raw photograph, of which Pillow reads a thumbnail; convert it to JPEG or TIFF")
+    bits, colours = tags.get(BITSPERSAMPLE, (1,)), tags.get(PHOTOMETRIC_INTERPRETATION)
+    is_planar = len(bits) > 1 and tags.get(PLANAR_CONFIGURATION) == 2
+    if (
+        (is_planar and (max(bits) > 8 or colours not in (RGB, CMYK)))
+        or (colours == WHITE_IS_ZERO and max(bits) > 8)
+        or (max(bits) <= 16 and SIGNED in tags.get(SAMPLEFORMAT, ()))
+        or 12 in bits
+    ):
+        raise ValueError("it is a TIFF file of a kind that Pillow reads wrongly; save it as PNG")
 
 
 def image_formats() -> list[str]:

@@ -73,6 +73,15 @@ def needs_the_evaluation(kind):
 UNLABELLED = DataLoader([Points(3)[index] for index in range(27)], batch_size=9)
 ITEMS = DataLoader([{"images": torch.ones(4, 6), "labels": torch.tensor([0, 0, 1, 1])}], batch_size=None)
 
+
+def with_link(folder, name):
+    """A folder with a link that leads out of it."""
+    link = folder / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folder)
+    return folder / "run"
+
+
 TABLE = {
     "APMonitor": [
         needs_the_evaluation(APMonitor),
@@ -126,7 +135,16 @@ TABLE = {
         (lambda: PublishedResults("Table 7", {"R@1": float("nan")}), InvalidValue, "results['R@1']"),
         (lambda: PublishedResults("Table 7", {"R@1": "high"}), InvalidType, "results['R@1']"),
     ],
-    "ResumableCSVLogger": [(lambda tmp_path: ResumableCSVLogger(file_at(tmp_path / "run")), InvalidValue, "folder")],
+    "ResumableCSVLogger": [
+        (lambda tmp_path: ResumableCSVLogger(file_at(tmp_path / "run")), InvalidValue, "folder"),
+        (
+            lambda tmp_path: ResumableCSVLogger(with_link(tmp_path, "metrics.csv")),
+            InvalidValue,
+            "folder",
+            "metrics.csv",
+        ),
+        (lambda tmp_path: ResumableCSVLogger(with_link(tmp_path, "a/b")), InvalidValue, "folder", "a/b"),
+    ],
     "RetrievalEvaluation": [
         (lambda: validate(RetrievalEvaluation((1,)), module=NoEmbeddings()), InvalidType, ""),
         (

@@ -1,13 +1,16 @@
 """HuggingFaceImages: what it reads from the disk, what it does not decode, and how it splits."""
 
+import http.server
 import io
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 from lightning_retrieval.datamodules import CategorySampler, HuggingFaceImages, ImageFolder
 from tests.datamodules.pictures import TINY, as_it_is
@@ -181,6 +184,56 @@ def test_paths_in_a_file_of_parquet_are_relative_to_its_folder(tmp_path, monkeyp
     for position, kind in ((1, FileNotFoundError), (2, ValueError), (3, ValueError)):
         with pytest.raises(kind, match=r"b\.png"):
             data.test_set[position]
+
+
+@pytest.fixture
+def requests():
+    """The requests that a server on this machine has had; the first is its address."""
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            found.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    found = [f"http://127.0.0.1:{server.server_port}"]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
+def test_a_data_set_of_a_stranger_connects_to_nothing_and_reads_nothing_outside(kind, tmp_path, requests):
+    """Neither a second column of images, nor the settings of a README.md, nor the names of files lead elsewhere."""
+    table = rows([*"aabb"]).add_column("other", [{"bytes": None, "path": f"{requests[0]}/a.png"}] * 4)
+    table = table.cast_column("other", datasets.Image())
+    rows([*"ccdd"], first=50).to_parquet(tmp_path / "elsewhere.parquet")
+    rows([*"ccdd"], first=50).save_to_disk(tmp_path / "elsewhere")
+    folder = tmp_path / "set"
+    if kind == "save_to_disk":
+        table.save_to_disk(folder)
+    else:
+        (folder / "data").mkdir(parents=True)
+        parquet.write_table(table.data.table.cast(table.features.arrow_schema), folder / "data/train-0.parquet")
+    for path in (f"{requests[0]}/a.parquet", "../elsewhere.parquet"):
+        files = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n---\n"
+        (folder / "README.md").write_text(files)
+        del requests[1:]
+        data = HuggingFaceImages(folder, image_column="image", split_names={"test": "train"}, **PLAIN)
+        assert reds(data.test_set) == [0, 1, 2, 3]
+        assert len(requests) == 1
+    if kind == "save_to_disk":
+        state = (folder / "state.json").read_text()
+        (folder / "state.json").write_text(state.replace('"data-', '"../elsewhere/data-'))
+        with pytest.raises(ValueError, match="elsewhere"):
+            _ = HuggingFaceImages(folder, image_column="image").splits
 
 
 def test_reading_the_labels_decodes_no_image_and_a_worker_gets_no_table(tmp_path):

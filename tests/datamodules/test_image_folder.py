@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import ImageFolder, ImageTable
 from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, write_folders
 
@@ -108,6 +108,29 @@ def test_each_kind_of_file_and_folder_that_is_not_read_is_one_warning(tmp_path):
     write_folders(tmp_path / "split", ["train/a", "test/b", "more/c"])
     (beside,) = messages_of(ImageFolder(tmp_path / "split"))[1]
     assert "3, such as more/c/0.jpg" in beside
+
+
+NAMES_OF_SPLITS = [
+    {"train": "training", "val": "validation"},
+    {"train": "Train", "test": "TEST", "val": "Valid"},
+    {"test": "eval", "val": "dev"},
+]
+
+
+@pytest.mark.parametrize("names", NAMES_OF_SPLITS)
+def test_splits_may_have_any_of_their_usual_names(tmp_path, names):
+    paths = write_folders(tmp_path, [f"{folder}/{split} {i}" for split, folder in names.items() for i in "ab"])
+    splits = ImageFolder(tmp_path).splits
+    assert splits.keys() == names.keys()
+    for split, index in splits.items():
+        assert sorted(index.paths) == [path for path in paths if path.startswith(f"{names[split]}/")]
+        assert list(index.names) == [f"{split} a", f"{split} b"]
+    rows = [f"{path},{path.split('/')[1]},{path.split('/')[0]}" for path in paths]
+    write_text(tmp_path / "table.csv", "\n".join(["image,label,split", *rows]))
+    if "train" in names:
+        assert {name: sorted(index.paths) for name, index in ImageTable(tmp_path, "table.csv").splits.items()} == {
+            name: sorted(index.paths) for name, index in splits.items()
+        }
 
 
 NESTED = ["birds", "birds/owl", "birds/owl/snowy", "fish/deep/sea/blue"]

@@ -372,7 +372,6 @@ WRONG_ROWS = {
     "label in two forms": ("image,label\na.jpg,1\nb.jpg,1.0\n", "line 3"),
     "address": ("image,label\nhttps://a.b/c.jpg,1\nb.jpg,2\n", "line 2"),
     "name of a split": ("image,label,split\na.jpg,1,train\nb.jpg,2,a/b\n", "line 3"),
-    "split in upper case": ("image,label,split\na.jpg,1,train\nb.jpg,2,Test\n", "line 3"),
     "role for a split": ("image,label,split\na.jpg,1,train\nb.jpg,2,query\nc.jpg,2,gallery\n", "line 3"),
     "image twice": ("image,label,split\na.jpg,1,train\nb.jpg,2,test\n./b.jpg,2,test\n", "line 4"),
     "unknown role": ("image,label,split,role\na.jpg,1,train,\nb.jpg,2,test,Query\n", "line 3"),

@@ -26,32 +26,9 @@ def draws_and_fails(image):
     raise KeyError(draws_from_each(image))
 
 
-class OwnsGenerators:
-    """A transform with several generators, one of them of the class."""
-
-    of_class = torch.Generator()
-
-    def __init__(self):
-        self.states = [np.random.RandomState(0), np.random.default_rng(0), {"python": random.Random(0)}]
-
-    def __call__(self, image):
-        drawn = [self.states[0].rand(), self.states[1].random(), self.states[2]["python"].random()]
-        return torch.tensor([*drawn, torch.rand((), generator=self.of_class).item()]).reshape(4, 1, 1)
-
-
-class CallsAlbumentations:
-    def __init__(self):
-        self.augment = albumentations_transform()
-
-    def __call__(self, image):
-        return self.augment(image=np.array(image))["image"]
-
-
 TRANSFORMS = {
     "albumentations": albumentations_transform,
-    "albumentations in a class": CallsAlbumentations,
     "global generators": lambda: draws_from_each,
-    "generators of its own": OwnsGenerators,
 }
 
 

@@ -1,7 +1,10 @@
 """RetrievalDataLoader: shards, seeds, resumed epochs, the first batch, and Trainers in one process and in two."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -384,3 +387,40 @@ def message_of_a_rank(rank: int, world_size: int) -> str:
 def test_ids_that_repeat_in_the_batch_of_all_processes_raise_on_each(run_processes):
     for message in run_processes(message_of_a_rank, 2, backend=None):
         assert "id of its own, got 5 different" in message
+
+
+CELLS = """
+from functions import double
+from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader
+
+class Rows(list):
+    pass
+
+def of_cell(rows):
+    return rows
+
+sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
+for rows, collate in ((Rows(range(4)), double), (range(4), of_cell), (range(4), double)):
+    settings = {"num_workers": 1, "collate_fn": collate, "multiprocessing_context": METHOD}
+    try:
+        print(sorted(next(iter(RetrievalDataLoader(rows, sampler, **settings)))))
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_are_refused_if_they_would_not_find_what_a_notebook_defines(method, tmp_path):
+    """A program without a file is to them what a notebook is."""
+    (tmp_path / "functions.py").write_text("def double(numbers):\n    return [2 * number for number in numbers]\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    program = [sys.executable, "-c", CELLS.replace("METHOD", repr(method))]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    first, second, third = ended.stdout.splitlines()
+    assert third == "[0, 2, 4, 6]"
+    if method == "fork":
+        assert (first, second) == ("[0, 2, 4, 6]", "[0, 1, 2, 3]")
+        return
+    for line, name in ((first, "Rows"), (second, "of_cell")):
+        assert name in line
+        assert "num_workers=0" in line

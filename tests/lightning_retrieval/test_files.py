@@ -1,9 +1,12 @@
 """What is saved takes the place of the old files when it is complete, and one process at a time saves into a folder."""
 
+import errno
 import os
+import stat
 
 import faiss
 import pytest
+import torch
 
 from lightning_retrieval import Embedder, RetrievalIndex
 from tests.lightning_retrieval.search.store.vectors import built
@@ -101,3 +104,32 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_replaced(tmp_path, mon
     folders = {path.stat().st_ino for path in (tmp_path, *tmp_path.glob("files-*"))}
     assert folders <= {inode for inode, _ in before}
     assert flushed[-1][0] == tmp_path.stat().st_ino
+
+
+def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch):
+    """As those of SMB, which answer EINVAL."""
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    index = RetrievalIndex(2)
+    index.add(torch.eye(2))
+    for _ in range(2):
+        index.save(tmp_path / "index")
+        Embedder("glyph_net", 8).save_pretrained(tmp_path / "model")
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 2
+
+
+@pytest.mark.refusal
+@pytest.mark.posix
+def test_the_lock_of_a_folder_is_not_written_through_a_link(tmp_path):
+    built().save(tmp_path / "index")
+    (tmp_path / "index" / "lock").unlink(missing_ok=True)
+    (tmp_path / "index" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="lock"):
+        built().save(tmp_path / "index")
+    assert not (tmp_path / "elsewhere").exists()

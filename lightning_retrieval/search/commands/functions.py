@@ -327,8 +327,8 @@ def report(
     """Show what a model gets wrong on labelled images: a page, and a table to correct the labels with.
 
     Args:
-        images: class folders, in which the folders train and test may be splits, or a CSV or Parquet table with the
-            columns image and label and, optionally, split, role, camera and box.
+        images: class folders, which may be in folders of splits such as train and test, or a CSV or Parquet table with
+            the columns image and label and, optionally, split, role, camera and box.
         output: file of the page, which ends with .html; the table is written beside it, with the ending .csv.
         root: folder that the table's paths are relative to; by default the table's.
         false_match_rate: fraction of the queries, from 0 to 1, for which the threshold may show an image of another

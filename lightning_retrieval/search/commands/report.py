@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, check_no_splits, class_numbers
+from lightning_retrieval.datamodules.image_index import (
+    DISTRACTOR,
+    ImageIndex,
+    check_no_roles,
+    class_numbers,
+    folders_of_splits,
+    use_of,
+)
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -42,7 +49,7 @@ from lightning_retrieval.search.report.targets import check_output, table_of
 
 OWNER = "report_images"
 KS = (1, 5, 10)
-EVALUATED, TRAINING = "test", "train"  # splits: that of the metrics, and the one that a folder with splits has
+EVALUATED = ("test", "val")  # splits: the metrics are those of the first of them that there is
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,22 @@ class LabelledImages:
         """Paths, labels and other annotations."""
         return self.listed.index
 
+    @property
+    def evaluated_split(self) -> str | None:
+        """The split of the metrics; None if they are those of all images."""
+        return next((split for split in EVALUATED if split in (self.splits or ())), None)
+
     def split_numbers(self) -> Int[Tensor, " image"] | None:
         """The number of the split of each image; None unless some images are evaluated and others are not."""
-        if self.splits is None or EVALUATED not in self.splits or len(set(self.splits)) == 1:
+        if self.splits is None or self.evaluated_split is None or len(set(self.splits)) == 1:
             return None
         return torch.from_numpy(class_numbers(self.splits)[0])
 
     def is_evaluated(self, positions: Int[Tensor, " row"]) -> Tensor:
-        """Whether the metrics are computed from each of these images: those of the split `test` if there is one."""
+        """Whether the metrics are computed from each of these images."""
         if self.split_numbers() is None or self.splits is None:
             return torch.ones(len(positions), dtype=torch.bool)
-        return torch.from_numpy(np.array(self.splits) == EVALUATED)[positions]
+        return torch.from_numpy(np.array(self.splits) == self.evaluated_split)[positions]
 
     def class_of(self, label: int) -> str:
         """The name of a class."""
@@ -260,11 +272,11 @@ def check_lists(labelled: LabelledImages, positions: Int[Tensor, " row"]) -> Non
 def _of_folder(listed: ListedImages) -> LabelledImages:
     """The images of a folder. The class of an image is the folder that it is in, below that of its split."""
     folders = [PurePosixPath(path).parent for path in listed.paths]
-    tops = {folder.parts[:1] for folder in folders}
-    check_no_splits(listed.root, [name for names in tops for name in names], "images")
+    tops = {folder.parts[0] for folder in folders if folder.parts}
+    check_no_roles(listed.root, tops, "images")
     splits = None
-    if {(EVALUATED,), (TRAINING,)} <= tops:
-        splits = [path.partition("/")[0] for path in listed.paths]
+    if folders_of_splits(tops, "images"):
+        splits = [use_of(path.partition("/")[0]) for path in listed.paths]
         folders = [PurePosixPath(*folder.parts[1:]) for folder in folders]
     labels, names = class_numbers(list(map(str, folders)))
     outside = np.flatnonzero(np.array(names)[labels] == ".")
@@ -287,8 +299,7 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
         raise InvalidValue(rule, argument="images", got=f"{path} with tags", cure="add labels")
     table = image_table.with_roles(image_table.with_paths(table, root))
     labels = image_table.labels_of(table)
-    if "split" in table:
-        image_table.check_splits(table)
+    splits = image_table.splits_of(table) if "split" in table else None
     table = table.with_columns(label=labels, box=image_table.boxes_of(table))
     image_table.check_unique_images(table)
     if "camera" in table:
@@ -297,4 +308,4 @@ def _of_table(path: Path, root: Path | None, table_format: TableFormat) -> Label
     index.lines = None
     shown = ["" if label is None else str(label) for label in labels]
     listed = ListedImages(root, index, shown)
-    return LabelledImages(listed, list(index.names or ()), table.get("split"))
+    return LabelledImages(listed, list(index.names or ()), splits)

@@ -79,9 +79,11 @@ def coco_annotation(**changes):
     coco(annotations=[{**ANNOTATION, **changes}])
 
 
-def voc(old="", new="", missing=None):
-    """Read Pascal VOC after a change of an annotation, or without one of its files."""
+def voc(old="", new="", missing=None, listed=None):
+    """Read Pascal VOC after a change of an annotation, with another image in its list, or without one of its files."""
     write_voc(Path())
+    if listed is not None:
+        Path("VOC2007/ImageSets/Main/trainval.txt").write_text(listed)
     annotation = Path("VOC2007/Annotations/000000.xml")
     annotation.write_text(annotation.read_text().replace(old, new, 1))
     if missing is not None:
@@ -128,6 +130,7 @@ TABLE = {
     "COCOMetrics": [(lambda: COCOMetrics(2).update([], [NOTHING]), InvalidValue, "detections")],
     "BoxIndex": [
         (lambda: box_index(paths=()), InvalidValue, "paths"),
+        (lambda: box_index(([BOX], [1], [False]), paths=["b/../../a"]), InvalidValue, "paths"),
         (lambda: box_index(), InvalidValue, "objects"),  # none for the path
         (lambda: box_index(([BOX], [], [])), InvalidValue, "objects"),
         (lambda: box_index(([BOX], [0], [False])), InvalidValue, "objects"),  # the background
@@ -143,7 +146,7 @@ TABLE = {
         (lambda: CocoDetection(".", train="a.json", test="b.json").prepare_data(), MissingFile, "root", "a.json"),
         (lambda: coco(train='{"images": [\n1,\n'), InvalidValue, "", "line 3"),
         (lambda: coco(images=[{"id": 7}]), InvalidValue, "", "file_name"),
-        (lambda: coco(images=[{**IMAGE, "file_name": "../a.png"}]), InvalidValue, "", "../a.png"),
+        (lambda: coco(images=[{**IMAGE, "file_name": "../a.png"}]), InvalidValue, "paths", "../a.png"),
         (lambda: coco(annotations=[], categories=[{"id": 1, "name": "eel"}]), InvalidValue, "test", "cat"),
         (lambda: coco_annotation(bbox=[1, 2, 0, 3]), InvalidValue, "objects", "a.png"),
         (lambda: coco_annotation(bbox=[1, math.nan, 3, 3]), InvalidValue, "objects", "a.png"),
@@ -155,6 +158,7 @@ TABLE = {
         (lambda: PascalVOC(".", train_sets=[]), InvalidValue, "train_sets"),
         (lambda: PascalVOC(".").prepare_data(), MissingFile, "root"),
         (lambda: voc(missing="VOC2007/Annotations/000000.xml"), MissingFile, "", "000000.xml"),
+        (lambda: voc(listed="../../../VOC2007/JPEGImages/000000"), InvalidValue, "", "line 1"),
         (lambda: voc("</object>", "</thing>"), InvalidValue, "", "000000.xml"),
         (lambda: voc("dog", "sofabed"), InvalidValue, "", "sofabed"),
         (lambda: voc("<xmin>2<", "<xmin>two<"), InvalidValue, "", "two"),

@@ -237,6 +237,19 @@ def test_kernels_of_a_repository_are_not_run(tmp_path):
         Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT")
 
 
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "config", [{"model_type": "rwkv"}, {"model_type": "vit", "backbone_config": {"model_type": "yoso"}}]
+)
+def test_models_for_which_transformers_fetches_native_code_are_refused(config, tmp_path):
+    """It fetches it where there is a GPU, without being asked."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model_type"):
+        of_folder(tmp_path)
+    with pytest.raises(ValueError, match="model_type"), without_pretrained_weights():
+        Embedder("hf/a/b", 8, backbone_args=config)
+
+
 def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(folder_of):
     with without_pretrained_weights():
         embedder = Embedder(f"hf/{folder_of('dinov2')[0]}", 8, weights="DEFAULT")

@@ -105,6 +105,71 @@ def test_a_format_that_another_package_adds_is_read(tmp_path, monkeypatch):
     assert np.asarray(read_image(tmp_path / "a.red"))[1, 1].tolist() == [255, 0, 0]
 
 
+def tiff(pixels, photometric=2, planar=1, signed=False, start=b"\0\0", **tags):
+    """An uncompressed TIFF file of an array (height, width, samples), or (samples, height, width) if it is planar."""
+    height, width, samples = np.moveaxis(pixels, 0, -1).shape if planar == 2 else pixels.shape
+    data, bits = pixels.tobytes(), [8 * pixels.dtype.itemsize] * samples
+    strips = samples if planar == 2 else 1
+    first = 1000
+    offsets = [first + strip * len(data) // strips for strip in range(strips)]
+    entries = {256: [width], 257: [height], 258: bits, 259: [1], 262: [photometric], 273: offsets, 277: [samples]}
+    entries |= {278: [height], 279: [len(data) // strips] * strips, 284: [planar], 339: [1 + signed] * samples}
+    entries |= {int(tag[1:]): [value] for tag, value in tags.items()}
+    file, later = b"II*\0" + struct.pack("<I", 10) + start + struct.pack("<H", len(entries)), b""
+    for tag, values in sorted(entries.items()):
+        packed = struct.pack(f"<{len(values)}I", *values)
+        if len(values) > 1:
+            later, packed = later + packed, struct.pack("<I", 500 + len(later))
+        file += struct.pack("<HHI", tag, 4, len(values)) + packed
+    return (file.ljust(500, b"\0") + later).ljust(first, b"\0") + data
+
+
+DEEP = np.arange(5 * 7 * 3, dtype=np.uint16).reshape(5, 7, 3) * 600
+PLANES = np.moveaxis(DEEP, -1, 0)
+READ = {
+    "16 bits": (tiff(DEEP), DEEP // 256),
+    "planes of 8 bits": (tiff((PLANES // 256).astype(np.uint8), planar=2), DEEP // 256),
+    "a smaller copy": (tiff(DEEP, t254=0, t330=8), DEEP // 256),
+}
+WRONGLY_READ = {
+    "planes of 16 bits": tiff(PLANES, planar=2),
+    "planes of 16 bits, CMYK": tiff(np.concatenate([PLANES, PLANES[:1]]), 5, planar=2),
+    "planes of other colours": tiff((PLANES // 256).astype(np.uint8), 6, planar=2),
+    "white is zero": tiff(DEEP[..., :1], 0),
+    "signed": tiff((DEEP[..., :1] // 512).astype(np.int8), 1, signed=True),
+    "raw, as Nikon, Sony and Samsung": tiff(DEEP, t254=1, t330=8),
+    "raw, as Adobe": tiff(DEEP, t50706=1),
+    "raw, as Canon": tiff(DEEP, start=b"CR"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_tiff_file_has_its_pixels(name, tmp_path):
+    content, pixels = READ[name]
+    (tmp_path / "a.tif").write_bytes(content)
+    assert np.abs(np.asarray(read_image(tmp_path / "a.tif")).astype(int) - pixels).max() <= 1
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", WRONGLY_READ)
+def test_a_tiff_file_is_refused_if_other_pixels_would_be_read(name, tmp_path):
+    """Some kinds are read wrongly in silence, and of a raw photograph the thumbnail is read."""
+    (tmp_path / "a.tif").write_bytes(WRONGLY_READ[name])
+    assert Image.open(tmp_path / "a.tif").load() is not None
+    with pytest.raises(ValueError, match="it is a"):
+        open_image(tmp_path / "a.tif")
+
+
+@pytest.mark.refusal
+def test_an_image_of_more_pixels_than_pillow_opens_says_which_setting_reads_it(tmp_path, monkeypatch):
+    picture(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(ValueError, match="MAX_IMAGE_PIXELS = None"):
+        read_image(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert read_image(tmp_path / "a.png").size
+
+
 @pytest.mark.posix
 def test_only_regular_files_are_listed(tmp_path):
     """Reading a FIFO or a device need never end, and Pillow opens no documents."""

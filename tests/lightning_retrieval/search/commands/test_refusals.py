@@ -332,7 +332,12 @@ TABLE = {
         (lambda glyphs, one_class: of_images(glyphs[0], "--output=a.html", *one_class), SystemExit, "--images", ""),
         (report_of("image\na.png\n"), SystemExit, "label", ""),
         (report_of("image,label\na.png,\n"), SystemExit, "label", ""),
-        (report_of("image,label,split\n1.png,a,Test\n2.png,a,Test\n3.png,b,Train\n"), SystemExit, "split", "Test"),
+        (
+            report_of("image,label,split\n1.png,a,Test\n2.png,a,testing\n3.png,b,Train\n"),
+            SystemExit,
+            "split",
+            "testing",
+        ),
         (report_of("image,label\n1.png,1\n2.png,1\n3.png,1.0\n4.png,2\n"), SystemExit, "label", "1.0"),
         (report_of("image,label\n1.png,a\n2.png,b\n"), SystemExit, "--images", ""),
         (report_of("image,label,camera\n1.png,a,1\n2.png,a,1\n3.png,b,2\n4.png,b,2\n"), SystemExit, "camera", ""),
