@@ -24,7 +24,8 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request
-from lightning_retrieval.search.store.id_table import IdTable, check_new_rows, integer_ids
+from lightning_retrieval.search.store.id_table import integer_ids
+from lightning_retrieval.search.store.row_table import FILE, RowTable, check_new_rows
 from lightning_retrieval.search.store.rows import (
     SMALL_BLOCK,
     Embeddings,
@@ -206,7 +207,7 @@ class RetrievalIndex:
         """Recall@10 against exact search, see `add`; None for an exact index, and until it is measured."""
         self.mapped = False
         """Whether the files are mapped into memory; such an index cannot be changed."""
-        self._table = IdTable.empty()
+        self._table = RowTable.of(np.zeros(0, np.int64))
         self._lock = EditLock()
 
     def __len__(self) -> int:
@@ -240,7 +241,8 @@ class RetrievalIndex:
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
             columns: metadata by which a search can filter and group: for the name of each column, one string for each
-                row or one number for each row. All rows of an index have the same columns.
+                row or one number for each row, as a sequence, a tensor, an array, or a column of Arrow or pandas. None
+                is a missing value, which becomes "" in a column of strings. All rows of an index have the same columns.
 
         Raises:
             ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
@@ -261,7 +263,7 @@ class RetrievalIndex:
                 if is_first:
                     self.faiss_indexes = self._empty_shards()
                 raise
-            self._table.add(new_ids, paths, added)
+            self._table = self._table.joined(added)
             if is_first:
                 self._measure_recall(rows, new_ids)
 
@@ -422,9 +424,9 @@ class RetrievalIndex:
                 trained[0], index.shards, factory, rows, new_ids, version.write
             )
             index.mapped = True
-            index._table.add(new_ids, paths, added)
+            index._table = added
             index._measure_recall(rows, new_ids)
-            version.write_all(index._table.writers())
+            version.write(FILE, added.write)
             index._publish(version)
         return index
 
@@ -465,7 +467,7 @@ class RetrievalIndex:
             check_not_mapped(self.mapped, "remove from")
             positions = self._table.positions(removed)
             faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
-            self._table.remove(positions)
+            self._table = self._table.without(positions)
 
     def paths(self, ids: Ids) -> list[str]:
         """The paths of rows; "" for rows without a path.
@@ -477,7 +479,7 @@ class RetrievalIndex:
             ValueError: if an id is not in the index.
         """
         with owned_by(OWNER), self._lock.reading():
-            return self._table.paths_of(integer_ids(ids))
+            return self._table.paths(integer_ids(ids))
 
     @property
     def column_kinds(self) -> dict[str, conditions.Kind]:
@@ -522,8 +524,8 @@ class RetrievalIndex:
         """Write the index to a folder. An existing index in it stays intact until the new one is complete.
 
         Args:
-            folder: folder for vectors, ids, paths, and a manifest with the format version and all checksums. It must
-                not exist yet, be empty, or hold an index.
+            folder: folder for the vectors, the table of the rows, and a manifest with the format version and all
+                checksums. It must not exist yet, be empty, or hold an index.
 
         Raises:
             ValueError: if the folder holds other files, another process writes to it, or the index is memory-mapped.
@@ -533,7 +535,7 @@ class RetrievalIndex:
             path = check_path("folder", folder)
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
-                version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
+                version.write_all({FILE: self._table.write, **faiss_index.shard_writers(self.faiss_indexes)})
                 self._publish(version)
 
     @classmethod
@@ -570,7 +572,7 @@ class RetrievalIndex:
                 recall = check_finite_number("recall", recall, least=0, most=1)
             count = check_integer("shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
-            table = IdTable.read(files, mapped)
+            table = RowTable.read(files[FILE], mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
         except Exception as error:  # NumPy and faiss raise errors of many types for damaged files
@@ -616,11 +618,11 @@ class RetrievalIndex:
         vars(self).update(state, faiss_indexes=shards, _lock=EditLock())
 
 
-def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:
-    """Raise unless the shards have this dimension, and the table has an id and a path for each of their rows."""
+def _check_rows(shards: Sequence[Any], table: RowTable, dim: Any) -> None:
+    """Raise unless the shards have this dimension, and as many rows as the table."""
     dims = {shard.d for shard in shards}
     if dims != {dim} or isinstance(dim, bool):
         raise ValueError(f"`dim` is {short_repr(dim)}, but the embeddings have {sorted(dims)} numbers")
     rows = sum(shard.ntotal for shard in shards)
-    if not rows == len(table.ids) == len(table.paths):
-        raise ValueError(f"{rows} embeddings, {len(table.ids)} ids and {len(table.paths)} paths")
+    if rows != len(table):
+        raise ValueError(f"{rows} embeddings and {len(table)} ids")

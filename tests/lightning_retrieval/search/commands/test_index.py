@@ -16,7 +16,6 @@ from torchvision.transforms import v2
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
-from lightning_retrieval.search.commands.index import index_embeddings
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     command,
