@@ -34,7 +34,7 @@ from lightning_retrieval.search.commands.embedding import ImageEmbedder
 from lightning_retrieval.search.commands.index import index_embeddings
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
-COMMAND = ["embed", "--device=cpu", "--format=npy", "--shard_size=50"]
+COMMAND = ["embed", "--device=cpu", "--shard_size=50"]
 BATCH, DIM, SETTLED, MIB = 64, 512, 25, 1 << 20
 PROCESSES = ([1], [2], [3], [1, 2, 3])
 
@@ -93,21 +93,21 @@ def one(seconds: float) -> Timing:
     return Timing(seconds, seconds, seconds, 1)
 
 
-def measure_loop(folder: Path, images: int, file_format: Any) -> dict[str, Any]:
+def measure_loop(folder: Path, images: int) -> dict[str, Any]:
     """The line of a loop over all images in one process."""
     recorder = Recorder()
     originals = ImageEmbedder.embed_items, EmbeddingFolder.write
     ImageEmbedder.embed_items = recorder.batch(originals[0])  # type: ignore[method-assign]
     EmbeddingFolder.write = recorder.write(originals[1])  # type: ignore[method-assign]
     try:
-        settings = {"file_format": file_format, "shard_size": 1000, "batch_size": BATCH, "device": "cpu"}
-        embed_images(folder / "model.ckpt", folder / "images", folder / f"loop-{file_format}", **settings)
+        settings = {"shard_size": 1000, "batch_size": BATCH, "device": "cpu"}
+        embed_images(folder / "model.ckpt", folder / "images", folder / "embeddings", **settings)
     finally:
         ImageEmbedder.embed_items, EmbeddingFolder.write = originals  # type: ignore[method-assign]
     loop, writer = recorder.end - recorder.begin, sum(recorder.writes)
     settled = recorder.memory[min(SETTLED, len(recorder.memory) - 1) :]
     return {
-        "what": f"loop, {file_format}",
+        "what": "loop",
         "images": images,
         "batches": len(recorder.memory),
         "loop": one(loop),
@@ -145,7 +145,7 @@ def start(folder: Path, output: Path, processes: int) -> list[BaseProcess]:
 
 
 def files(output: Path) -> int:
-    return len(list(output.glob("*.npy")))
+    return len(list(output.glob("*.parquet")))
 
 
 def kill_once(folder: Path, output: Path, processes: int, dice: random.Random) -> bool:
@@ -174,7 +174,7 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
     while killed < kills:
         killed += kill_once(folder, output, processes[attempt % len(processes)], dice)
         attempt += 1
-        complete = sorted(output.glob("*.npy"))
+        complete = sorted(output.glob("*.parquet"))
         for file in dice.sample(complete, len(complete) // 2):  # so that there is enough to do for the next run
             file.unlink()
     for process in start(folder, output, processes[-1]):
@@ -182,7 +182,9 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
     embeddings = EmbeddingFolder.load(output)
     ids = np.concatenate([embeddings.read(shard).ids for shard in range(len(embeddings))])
     whole = folder / "whole"
-    different = [file.name for file in whole.glob("*.npy") if file.read_bytes() != (output / file.name).read_bytes()]
+    different = [
+        file.name for file in whole.glob("*.parquet") if file.read_bytes() != (output / file.name).read_bytes()
+    ]
     return {
         "what": f"kills, {' '.join(map(str, processes))} processes",
         "images": images,
@@ -196,7 +198,7 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
 
 def write_embeddings(folder: Path, rows: int) -> None:
     """A folder of random embeddings."""
-    what = {"images_sha256": "", "model_sha256": "", "preparation": {}, "file_format": "npy"}
+    what = {"images_sha256": "", "model_sha256": "", "preparation": {}}
     embeddings = EmbeddingFolder.create(folder, EmbeddingManifest(images=rows, dim=DIM, **what))
     for shard in range(len(embeddings)):
         ids = np.array(embeddings.positions(shard))
@@ -229,9 +231,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "loop")
         write_inputs(folder, images)
-        for file_format in ("parquet", "npy"):
-            table.append(measure_loop(folder, images, file_format))
-            print(table[-1], file=sys.stderr)
+        table.append(measure_loop(folder, images))
+        print(table[-1], file=sys.stderr)
         folder = Path(name, "kills")
         write_inputs(folder, killed_images)
         for process in start(folder, folder / "whole", 1):

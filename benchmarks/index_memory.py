@@ -39,7 +39,7 @@ SETTINGS = [
 
 def write_embeddings(folder: Path, rows: int) -> None:
     """A folder of embeddings."""
-    what = {"images_sha256": "", "model_sha256": "", "preparation": {}, "file_format": "npy"}
+    what = {"images_sha256": "", "model_sha256": "", "preparation": {}}
     embeddings = EmbeddingFolder.create(folder, EmbeddingManifest(images=rows, dim=DIM, **what))
     centres = np.random.default_rng(0).standard_normal((CENTRES, DIM), np.float32)
     for shard in range(len(embeddings)):

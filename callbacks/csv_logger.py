@@ -4,7 +4,7 @@ import csv
 import io
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,6 @@ class ResumableCSVLogger(CSVLogger):
         """The folder of the run."""
         return str(Path(self.save_dir, str(self.version)))
 
-    @rank_zero_only
-    def log_before_checkpoint(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the row of a step before its checkpoint. Lightning logs it again later; it is written only once."""
-        self.experiment.log_early(dict(metrics), step)
-
     @property
     def experiment(self) -> Any:
         """The writer of the file on the first process; on all others, an object that does nothing."""
@@ -133,16 +128,13 @@ def other_loggers(configured: Any) -> list[Any]:
 
 
 class _ContinuedFile(ExperimentWriter):
-    """Appends rows to `metrics.csv`.
-
-    A row that shares a metric with rows of an earlier start for the same step replaces these rows.
-    """
+    """Appends rows to `metrics.csv`. A row replaces the rows of the same step that share a metric with it."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._replaceable: dict[str, list[set[str]]] = {}  # maps a step to metrics of replaceable rows
-        self._written_early: dict[str, Any] | None = None  # a written row that Lightning has not logged yet
+        self._written: dict[str, set[str]] = {}  # names of the metrics in the file, by step
+        self._last: Mapping[str, Any] = {}  # the row that was written last
         if self._file.exists():
             self._read_earlier()
 
@@ -156,55 +148,36 @@ class _ContinuedFile(ExperimentWriter):
             os.truncate(self._file, end_of_last_line)
         self.metrics_keys, rows = _read(self._file)
         for row in rows:
-            self._replaceable.setdefault(row["step"], []).append(_metrics_of(row))
-
-    def log_early(self, metrics: dict[str, float], step: int) -> None:
-        """Write a row immediately, before Lightning logs it."""
-        self.log_metrics(metrics, step)
-        early = self.metrics[-1]
-        self.save()
-        self._written_early = early
-
-    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Buffer a row until `save`.
-
-        If `log_early` has just written the same row, the row is skipped. If `log_early` has written another row for the
-        step, that row may be replaced.
-        """
-        super().log_metrics(metrics_dict, step)
-        early, self._written_early = self._written_early, None
-        if early is None:
-            return
-        if self.metrics[-1] == early:
-            self.metrics.pop()
-        else:
-            self._replaceable.setdefault(str(early["step"]), []).append(_metrics_of(early))
+            self._remember(row)
 
     def save(self) -> None:
         """Write the rows that were logged since the last call."""
         if not self.metrics:
             return
-        replaces = any(map(self._replaces, self.metrics))
+        # What `RowsBeforeCheckpoints` has written, Lightning logs again.
+        rows = [row for row in self.metrics if row != self._last]
+        replaces = any(self._written.get(str(row["step"]), set()) & _metrics_of(row) for row in rows)
         new_columns = self._record_new_keys()
         with owned_by("ResumableCSVLogger"), writing(self._file):
             if replaces or new_columns or not self._file.exists():
-                self._rewrite()
+                self._rewrite(rows)
             else:
                 with self._file.open("a", newline="", encoding="utf-8") as file:
-                    csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+                    csv.DictWriter(file, self.metrics_keys).writerows(rows)
+        for row in rows:
+            self._remember(row)
         self.metrics = []
 
-    def _replaces(self, row: Mapping[str, Any]) -> bool:
-        """Whether the file has a row for the same step with one of the metrics of this row."""
-        replaceable = self._replaceable.get(str(row["step"]), [])
-        return any(metrics & _metrics_of(row) for metrics in replaceable)
+    def _remember(self, row: Mapping[str, Any]) -> None:
+        self._written.setdefault(str(row["step"]), set()).update(_metrics_of(row))
+        self._last = row
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, new: Sequence[Mapping[str, Any]]) -> None:
         """Write all rows to a new file, which then replaces the old file."""
         rows: list[Mapping[str, Any]] = []
         if self._file.exists():
             rows += _read(self._file)[1]
-        for row in self.metrics:
+        for row in new:
             _put(rows, row)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self.metrics_keys)
@@ -284,4 +257,4 @@ class RowsBeforeCheckpoints(pl.Callback):
         metrics = convert_tensors_to_scalars(connector.metrics["log"])
         if connector.should_update_logs and metrics:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            self.logger.log_before_checkpoint({**metrics, "epoch": trainer.current_epoch}, step)
+            self.logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_retrieval.backend import (
@@ -134,16 +135,13 @@ def summary_of(before: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def worse_than_before(columns: Mapping[str, Mapping[str, float]], *, weights: str | None = None) -> str | None:
+def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
     """Return a warning with advice if training has made a network worse; None if it has not.
 
     Args:
         columns: the argument of `results_table`: optionally `"backbone"` and `"untrained"`, then the trained network.
-        weights: the pretrained weights that training began with; None if there were none, or they are not known.
     """
     advice = "train for more epochs, try another learning rate, or begin with pretrained weights if it did not"
-    if weights is not None:
-        advice = "train for more epochs, or try another learning rate"
     trained = list(columns.values())[-1]
     for name in _leading_metrics(trained):
         after = round(trained[name], _DIGITS)
@@ -171,6 +169,22 @@ def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]
     pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
 
+def means_over_sets(stage: str, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The means over the queries of all sets of a stage, named `val/mAP` and so on; empty if there is one set.
+
+    Args:
+        stage: `val` or `test`.
+        values: for each set, the values of its queries by the name of their mean. Means that a set lacks are omitted.
+    """
+    if len(values) == 1:
+        return {}
+    means = {}
+    for name in values[0]:
+        if all(name in of_set for of_set in values):
+            means[f"{stage}/{name}"] = torch.cat([of_set[name] for of_set in values]).nanmean()
+    return means
+
+
 def rule_of_module(pl_module: pl.LightningModule) -> Relevance | None:
     """Return the rule of relevance that the metrics of a module need, or None."""
     relevance = getattr(pl_module, "relevance", None)
@@ -189,7 +203,8 @@ class RetrievalEvaluation(Callback):
 
     All processes compute and log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early
     stopping work. Several evaluation sets are logged as `val/0/mAP` and `val/1/mAP`, or with the names of a dict of
-    data loaders, as `val/small/mAP`. The sanity check is skipped, because it covers only a few batches.
+    data loaders, as `val/small/mAP`; `val/mAP` is then the mean over the queries of all sets. The sanity check is
+    skipped, because it covers only a few batches.
 
     If the data set has two sides (its attribute `two_sided` is True, as that of the sets of `Pairs`), the queries are
     also ranked for each candidate, and logged as `val/reverse/mAP` and so on.
@@ -266,7 +281,6 @@ class RetrievalEvaluation(Callback):
         with reported_as(type(self).__name__):  # invalid settings raise now, and not in the first evaluation
             metrics = RetrievalMetrics(DEFAULT_KS if ks is None else ks, map_ks, **given)
         self.ks = None if ks is None else metrics.ks
-        self._with_smaller_ks: set[str] = set()  # prefixes for which it was logged which of DEFAULT_KS fit
         self.map_ks = metrics.map_ks
         self.map_divisor = metrics.map_divisor
         self.extra_metrics = metrics.extra_metrics
@@ -283,10 +297,8 @@ class RetrievalEvaluation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.best = {}  # a resumed run loads its best values later
-            self._with_smaller_ks = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         if not self.before_fit:
             return
         if trainer.global_step > 0:
@@ -296,7 +308,6 @@ class RetrievalEvaluation(Callback):
             )
             return
         loaders = find_test_loaders(trainer, pl_module)
-        _check_has_batches("test", loaders)
         if has_sharded_parameters(pl_module):  # whose weights cannot be replaced for an evaluation
             self._evaluate_untrained(trainer, pl_module, loaders)
         else:
@@ -312,6 +323,7 @@ class RetrievalEvaluation(Callback):
     def _evaluate_untrained(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> None:
         """Evaluate the untrained network and, if it has a new head, its backbone, and log both at step 0."""
         before: dict[str, dict[str, float]] = {"untrained": {}}
+        of_queries: dict[str, list[dict[str, Tensor]]] = {"untrained": [], "backbone": []}
         if has_backbone_to_evaluate(pl_module):
             before = {"backbone": {}, **before}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
@@ -326,6 +338,10 @@ class RetrievalEvaluation(Callback):
             for name, evaluation_set in sets.items():
                 values = self._values_of(evaluation_set, trainer)
                 before[name] |= {of_metric: float(value) for of_metric, value in values.items()}
+                of_queries[name].append(evaluation_set.values_of_means(values))
+        for name, results in before.items():
+            of_all_sets = means_over_sets("test", of_queries[name])
+            results |= {of_metric: float(value) for of_metric, value in of_all_sets.items()}
         self.results |= before
         rank_zero_info(f"RetrievalEvaluation: before training, {summary_of(before)}.")
         logged = dict(before["untrained"])
@@ -336,13 +352,6 @@ class RetrievalEvaluation(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_best(trainer, self.best)
         self._print(trainer, "val")
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The Trainer skips an evaluation without batches, and calls no other hook.
-        if stage == "validate":
-            _check_has_batches("val", trainer.val_dataloaders)
-        elif stage == "test":
-            _check_has_batches("test", trainer.test_dataloaders)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._untrained = None
@@ -356,11 +365,9 @@ class RetrievalEvaluation(Callback):
         self.best = dict(state_dict.get("best", {}))
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("val", trainer.val_dataloaders)
         self._create_sets("val", trainer.val_dataloaders, pl_module)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_has_batches("test", trainer.test_dataloaders)
         self._create_sets("test", trainer.test_dataloaders, pl_module)
 
     def on_validation_batch_end(
@@ -433,16 +440,9 @@ class RetrievalEvaluation(Callback):
         if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
             return values
         for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-            fitting = [f"R@{k}" for k in DEFAULT_KS if k <= max(images, 1)]
-            large = [f"R@{k}" for k in DEFAULT_KS if k > max(images, 1)]
-            left_out = {prefix + name for name in large} - _monitored_by(trainer)
+            large = {f"{prefix}R@{k}" for k in DEFAULT_KS if k > max(images, 1)}
+            left_out = large - _monitored_by(trainer)
             values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
-            if left_out and images > 0 and prefix not in self._with_smaller_ks:
-                self._with_smaller_ks.add(prefix)
-                rank_zero_info(
-                    f"RetrievalEvaluation: the longest list of {prefix} has {images} image{'s' * (images > 1)}, so it "
-                    f"logs {' and '.join(fitting)}, but not {' and '.join(large)}; give `ks` for others."
-                )
         return values
 
     def _has_default_ks(self, metrics: EmbeddingMetric) -> bool:
@@ -455,9 +455,8 @@ class RetrievalEvaluation(Callback):
         results: dict[str, Tensor] = {}
         for evaluation_set in self.sets:
             results.update(self._values_of(evaluation_set, pl_module.trainer))
-            if not self._has_default_ks(evaluation_set.metrics):
-                _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
+        results |= means_over_sets(stage, [of_set.values_of_means(results) for of_set in self.sets])
         self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
 
@@ -471,27 +470,9 @@ class RetrievalEvaluation(Callback):
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
         print("\n" + results_table(columns, intervals), flush=True)
-        embedder = getattr(trainer.lightning_module, "embedder", None)
-        warning = worse_than_before(columns, weights=getattr(embedder, "weights", None))
+        warning = worse_than_before(columns)
         if warning is not None:
             print(f"\n{warning}", flush=True)
-
-
-def _check_has_batches(stage: str, loaders: Any) -> None:
-    """Raise if no batch of a set that has images is evaluated, because a batch has more images than the set.
-
-    Args:
-        stage: `val` or `test`.
-        loaders: the loader or loaders of the stage; None if nothing is evaluated.
-    """
-    if loaders is None:
-        return
-    for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
-        covered = what_is_lost(loader)
-        if sized_len(loader) == 0 and covered is not None:
-            rule = f"the loader of the {prefix.rstrip('/')} metrics must have a batch"
-            got = f"{covered}, for batch_size={getattr(loader, 'batch_size', None)}"
-            raise InvalidValue(rule, "RetrievalEvaluation", got=got, cure="set drop_last=False")
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
@@ -528,19 +509,6 @@ def _ranked_images(prefix: str, metrics: RetrievalMetrics) -> dict[str, int]:
     if metrics.reverse:
         ranked[f"{prefix}{REVERSE}"] = metrics.ranked_queries
     return ranked
-
-
-def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
-    metrics = evaluation_set.metrics
-    if not isinstance(metrics, RetrievalMetrics):
-        return
-    for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-        too_large = [f"R@{k}" for k in metrics.ks if k > images]
-        if too_large and images > 0:  # without any image, the values are NaN
-            rank_zero_warn(
-                f"RetrievalEvaluation: {prefix}{', '.join(too_large)} have a k above the number of ranked images, "
-                f"{images}, so they are 1; give smaller `ks`."
-            )
 
 
 def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:

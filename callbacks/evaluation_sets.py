@@ -224,6 +224,16 @@ class EvaluationSet:
             values = self.metrics.compute()
         return {f"{self.prefix}{name}": value for name, value in values.items()}
 
+    def values_of_means(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of each query, by the name of their mean without the prefix, of those means that are in `results`.
+
+        Empty for other metrics than `RetrievalMetrics`.
+        """
+        if not isinstance(self.metrics, RetrievalMetrics):
+            return {}
+        values = self.metrics.values_of_means()
+        return {name: of_queries for name, of_queries in values.items() if f"{self.prefix}{name}" in results}
+
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % intervals of the computed metrics, by their names with the prefix; empty for other metrics."""
         if not isinstance(self.metrics, RetrievalMetrics):

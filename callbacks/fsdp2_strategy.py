@@ -5,8 +5,7 @@ from datetime import timedelta
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import ModelParallelStrategy
 from lightning_retrieval.checkpoints import check_can_be_sharded
-from lightning_retrieval.checks import short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -27,8 +26,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         ValueError: if `shard_size` is < 1 or, at the start of a run, does not divide the number of processes.
         ModuleNotFoundError: if `sharded_checkpoints` is True, and torch is older than 2.9 or safetensors is not
             installed.
-        TypeError: if `shard_size` is not an integer, `sharded_checkpoints` is not True or False, or `timeout` is not a
-            `datetime.timedelta`.
+        TypeError: if `shard_size` is not an integer.
 
     Example:
         >>> from lightning_retrieval import FSDP2Strategy
@@ -47,21 +45,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         sharded_checkpoints: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        owner = type(self).__name__
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
         self.shard_size = checked(self, shard_size=shard_size)
         self.sharded_checkpoints = sharded_checkpoints
         if sharded_checkpoints:
-            with owned_by(owner):
+            with owned_by(type(self).__name__):
                 check_can_be_sharded()
-        if not isinstance(timeout, timedelta | None):
-            raise InvalidType(
-                "must be a datetime.timedelta",
-                owner,
-                "timeout",
-                got=f"{short_repr(timeout)} ({type(timeout).__name__})",
-                cure="use timedelta(minutes=30)",
-            )
 
     def setup_environment(self) -> None:
         """Join the processes of the run; raise before if `shard_size` does not divide their number."""

@@ -17,7 +17,7 @@ from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.curves import EvaluationFigure
 from lightning_retrieval.callbacks.evaluation import is_ranked_by_label
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.ranked_lists import RankedLists
 from lightning_retrieval.models import Preparation
@@ -59,32 +59,21 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
         index: the id of the image. For data with two sides, `2 * index` is a query and `2 * index + 1` a candidate.
 
     Raises:
-        ValueError: if there is no such image, its id is not its index, or it cannot be drawn.
+        ValueError: if the id of the image is not its index, or it cannot be drawn.
     """
     if getattr(dataset, "two_sided", False):
         index, side = divmod(index, len(SIDES))
         dataset = dataset.sides[SIDES[side]].dataset
     if hasattr(dataset, "texts"):
         return text_tile(dataset.texts[index])
-    try:
-        item = dataset[index]
-    except (IndexError, KeyError, TypeError) as error:
-        size = "an unknown number of"
-        if hasattr(dataset, "__len__"):
-            size = str(len(dataset))
-            if index in range(len(dataset)):  # another error of the data set
-                raise
-        got = f"{index} for one of {size} items ({type(error).__name__}: {error})"
-        raise InvalidValue("ids must index the evaluated data set", "RetrievalGallery", got=got) from None
     unpack_batch = getattr(pl_module, "unpack_batch", unpack)
-    with owned_by(type(pl_module).__name__):
-        images, _, ids = unpack_batch(default_collate([item]))
+    images, _, ids = unpack_batch(default_collate([dataset[index]]))
     if ids is not None and ids.tolist() != [index]:
         rule = "ids must index the evaluated data set"
-        raise InvalidValue(rule, "RetrievalGallery", got=f"id {index} for an image that has the id {ids.tolist()[0]}")
+        raise InvalidValue(rule, got=f"id {index} for an image that has the id {ids.tolist()[0]}")
     if images.ndim != 4 or images.shape[1] == 2:
         rule = "images must have shape (channels, height, width) with 1 or at least 3 channels"
-        raise InvalidValue(rule, "RetrievalGallery", got=tuple(images.shape[1:]))
+        raise InvalidValue(rule, got=tuple(images.shape[1:]))
     return as_image(images[0].cpu(), getattr(dataset, "transform", None))
 
 
@@ -325,6 +314,7 @@ class RetrievalGallery(EvaluationFigure):
         gallery = [GalleryRow(query, captions.get(query, ""), images) for query, images in images_of_queries]
         try:
             return draw_gallery(gallery, partial(load_image, pl_module, dataset), self.k)
-        except (ValueError, TypeError, RuntimeError) as error:  # a drawing must not stop a run
-            warnings.warn(f"{error} {prefix} is not drawn.", stacklevel=2)
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:  # a drawing must not stop a run
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"RetrievalGallery: {prefix} is not drawn ({reason})", stacklevel=2)
             return None

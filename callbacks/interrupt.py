@@ -26,20 +26,27 @@ EXIT_CODE = 130  # usual exit code after Ctrl-C
 _KEY = "lightning_retrieval/last_step"
 
 
+class Interrupted(SystemExit):
+    """Ends a training after Ctrl-C, and the program with the usual exit code; Lightning's own would be 1."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
 class CheckpointOnInterrupt(pl.Callback):
     """Saves the checkpoint `last-interrupted.ckpt` when Ctrl-C ends training.
 
     A single process first completes the current step, so that the checkpoint lies between two steps. Several processes
     complete the current or the next step, and also a validation that lies between these two steps. A second Ctrl-C ends
-    training immediately.
+    training immediately. The program ends with the exit code 130, unless it catches `SystemExit`.
 
     Args:
-        option: the command-line option that continues from the checkpoint. The final message shows this option.
+        option: what continues from the checkpoint, which the final message shows.
 
     Example:
         >>> import pytorch_lightning as pl
         >>> from lightning_retrieval.callbacks import CheckpointOnInterrupt
-        >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt("--resume")], logger=False)
+        >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt()], logger=False)
 
     Relations:
         The command `fit` always has this callback. `ModelCheckpoint(filename="last")` saves a checkpoint after each
@@ -48,7 +55,7 @@ class CheckpointOnInterrupt(pl.Callback):
 
     seconds_between_reads = 1.0  # the least time between two reads of the store by one process
 
-    def __init__(self, option: str = "--ckpt_path last") -> None:
+    def __init__(self, option: str = "trainer.fit(..., ckpt_path=PATH)") -> None:
         self.option = option
         self._requested = False
         self._in_step = False
@@ -59,8 +66,14 @@ class CheckpointOnInterrupt(pl.Callback):
         self._process: int | None = None  # id of this process while its signal handler is installed
         self._previous: Any = None
 
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install the handler of the signal before the validation that may precede the training."""
+        self.on_train_start(trainer, pl_module)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the handler of the signal of Ctrl-C."""
+        if self._process is not None:
+            return
         if threading.current_thread() is not threading.main_thread():
             return
         if trainer.world_size > 1:
@@ -80,16 +93,23 @@ class CheckpointOnInterrupt(pl.Callback):
         self._in_step = False
         self._steps += 1
         if self._is_last_step():
-            raise KeyboardInterrupt
+            raise Interrupted
 
     def on_exception(self, trainer: Any, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save the checkpoint if training was interrupted after a step."""
-        if not isinstance(exception, KeyboardInterrupt):
+        if not isinstance(exception, (Interrupted, KeyboardInterrupt)):
             self._restore()
             return
-        # Lightning ignores further signals from here on, and ends the process.
-        receives = self._process is not None
-        if not receives or self._in_step or trainer.global_step == 0 or trainer.fast_dev_run:
+        if self._process is None:
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process ends
+        self._save(trainer)
+        if hasattr(trainer.strategy.launcher, "kill"):  # processes that this one has started, and that may wait for it
+            trainer.strategy.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    def _save(self, trainer: Any) -> None:
+        """Save the checkpoint, unless a step was interrupted, or nothing was trained."""
+        if self._in_step or trainer.global_step == 0 or trainer.fast_dev_run:
             return
         self._read_at = -math.inf
         together = self._store is None or self._is_last_step()
@@ -137,7 +157,7 @@ class CheckpointOnInterrupt(pl.Callback):
         self._requested = True
         waits = self._in_step or self._store is not None
         if is_second or not waits:
-            raise KeyboardInterrupt
+            raise Interrupted
 
     def _restore(self) -> None:
         if self._process is not None:

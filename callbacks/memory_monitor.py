@@ -13,7 +13,7 @@ from lightning_retrieval.backend import move_data_to_device, pl, rank_zero_info,
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import log_without_sync
 from lightning_retrieval.checks import SMALLEST
-from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
+from lightning_retrieval.distributed import gather_rows, sum_over_ranks
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.retrieval_network import evaluation_mode
 from lightning_retrieval.random_state import step_random_state
@@ -160,10 +160,6 @@ class MemoryMonitor(Callback):
 
     def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:
         """Store the first images of the global batch, in rank order, on each process."""
-        shapes = gather_objects(tuple(images.shape[1:]))
-        if len(set(shapes)) > 1:
-            rule = "the images of all processes must have the same shape"
-            raise InvalidValue(rule, "MemoryMonitor", got=f"{shapes} in rank order")
         labels = gather_rows(labels)
         self._interval = math.ceil(memory.size / len(labels))
         self._labels = labels[: self.probe].clone()

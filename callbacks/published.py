@@ -6,7 +6,6 @@ from typing import Any
 from lightning_retrieval.backend import pl
 from lightning_retrieval.callbacks.base import Callback
 from lightning_retrieval.callbacks.evaluation import results_table, update_best
-from lightning_retrieval.checks import check_finite_number
 
 NOTE = "(the published results are those of this source, also if the settings of the run were changed)"
 
@@ -24,10 +23,6 @@ class PublishedResults(Callback):
         results: the published value of each metric by its name without the stage, such as `R@1`, `small/R@5` and
             `mAP/hard`. Values are fractions if the run logs fractions.
 
-    Raises:
-        ValueError: if `results` is empty, or a value is not finite.
-        TypeError: if a result is not a number.
-
     Example:
         >>> from lightning_retrieval.callbacks import PublishedResults, RetrievalEvaluation
         >>> published = PublishedResults("Smooth-AP (ECCV 2020), Table 2", {"R@1": 0.801, "R@10": 0.915})
@@ -40,7 +35,7 @@ class PublishedResults(Callback):
 
     def __init__(self, source: str, results: dict[str, float]) -> None:
         self.source = source
-        self.results = _check_results(results)
+        self.results = results
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}  # the results of the last validation or test
 
@@ -81,13 +76,3 @@ class PublishedResults(Callback):
         if trainer.is_global_zero:
             table = results_table({"published": self.results, **columns})
             print(f"\n{self.source}\n{NOTE}\n{table}", flush=True)
-
-
-def _check_results(results: dict[str, float]) -> dict[str, float]:
-    """Return the published results as plain numbers."""
-    if not results:
-        raise ValueError("PublishedResults: `results` must name at least one metric, got {}.")
-    plain = {}
-    for name, value in results.items():
-        plain[name] = check_finite_number(f"results[{name!r}]", value, owner="PublishedResults")
-    return plain

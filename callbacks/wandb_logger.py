@@ -1,64 +1,20 @@
 """A logger for Weights & Biases with defaults for retrieval."""
 
-import math
-import netrc
 import os
-import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from lightning_retrieval.backend import (
-    ModelCheckpoint,
-    WandbLogger,
-    rank_zero_experiment,
-    rank_zero_only,
-    rank_zero_warn,
-)
+from lightning_retrieval.backend import WandbLogger, rank_zero_experiment, rank_zero_only
 from lightning_retrieval.callbacks.evaluation import is_count
-from lightning_retrieval.checkpoints import is_checkpoint, saved_at
 from lightning_retrieval.paths import check_path
-from lightning_retrieval.training.restored_states import is_within
 
-_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 _LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # metrics of which lower values are better
 
 
-def has_wandb_key() -> bool:
-    """Return whether Weights & Biases would find an API key, without asking the user and without going online."""
-    if os.environ.get("WANDB_API_KEY", "").strip() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    hosts: Sequence[str] = _HOSTS
-    server = os.environ.get("WANDB_BASE_URL")
-    if server:
-        hosts = [urlsplit(server).netloc]
-    return any(_has_password(path, hosts) for path in _netrc_files())
-
-
-def _netrc_files() -> list[Path]:
-    path = os.environ.get("NETRC")
-    if path:
-        return [Path(path)]
-    return [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
-
-
-def _has_password(path: Path, hosts: Sequence[str]) -> bool:
-    """Return whether a netrc file has a password for one of the hosts; False if it cannot be read."""
-    try:
-        entries = netrc.netrc(path)
-        for host in hosts:
-            login = entries.authenticators(host)
-            if login is not None and login[2]:
-                return True
-    except (netrc.NetrcParseError, OSError, UnicodeError):
-        return False
-    return False
-
-
 class RetrievalWandbLogger(WandbLogger):
-    """Extends Lightning's `WandbLogger`: works offline without a key, and keeps best values and the best checkpoint.
+    """Extends Lightning's `WandbLogger`: one folder for a run, and the best value of each metric in its summary.
 
     Args:
         name: name of the run; if None, Weights & Biases generates one.
@@ -67,20 +23,13 @@ class RetrievalWandbLogger(WandbLogger):
         project: the project of the run.
         id: id of the run; if None, it is the environment variable `WANDB_RUN_ID`, or a new one. Training with the same
             id and with `ckpt_path="last"` continues the run in the same folder.
-        offline: whether to keep the run on this machine; `wandb sync` uploads it later. If None, the run is offline if
-            the environment variable `WANDB_MODE` is not set and there is no API key for the server, which is
-            `WANDB_BASE_URL`, if set. The key is either in the environment variable `WANDB_API_KEY`, or in `~/.netrc`,
-            where `wandb login` writes the key.
-        artifact: upload the best checkpoint of each `ModelCheckpoint`, if it is in the `dirpath` of the callback, as an
-            artifact of the run, of type "model". The alias of the artifact is the monitored metric with its value, such
-            as "val-mAP-0.7660". The artifact of the first `ModelCheckpoint` that monitors a metric also gets the alias
-            "best"; without a monitored metric, the alias is "last".
+        offline: whether to keep the run on this machine, for which no account is needed; `wandb sync` uploads it later.
         prefix: prefix of the names of all metrics.
-        kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
+        kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `log_model=True`, which uploads the best
+            checkpoints when a run ends, `tags`, `group` or `notes`.
 
     Raises:
-        TypeError: if `offline` is not True, False or None, `artifact` is not True or False, or a name or path has the
-            wrong type.
+        ValueError: if `save_dir` is empty.
 
     Example:
         >>> from lightning_retrieval.callbacks import RetrievalWandbLogger
@@ -103,15 +52,11 @@ class RetrievalWandbLogger(WandbLogger):
         *,
         project: str = "lightning-retrieval",
         id: str | None = None,
-        offline: bool | None = None,
-        artifact: bool = True,
+        offline: bool = False,
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
         check_path("save_dir", save_dir, owner="RetrievalWandbLogger")
-        self.artifact = artifact
-        if offline is None:
-            offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
         run_id = id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         super().__init__(
             name=name, save_dir=save_dir, project=project, id=run_id, offline=offline, prefix=prefix, **kwargs
@@ -122,8 +67,6 @@ class RetrievalWandbLogger(WandbLogger):
             self._wandb_init.pop("anonymous", None)
         self.offline = offline
         self.prefix = prefix
-        self._checkpoints: dict[int, ModelCheckpoint] = {}
-        self._uploaded: set[tuple[str, int]] = set()  # path and time of each uploaded checkpoint
         self._defined: set[str] = set()  # metrics whose summary is defined
 
     @property
@@ -142,32 +85,6 @@ class RetrievalWandbLogger(WandbLogger):
             self._defined.add(name)
         super().log_metrics(metrics, step)
 
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Remember the callback, so that its best checkpoint is uploaded at the end."""
-        super().after_save_checkpoint(checkpoint_callback)
-        self._checkpoints[id(checkpoint_callback)] = checkpoint_callback
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Upload the best checkpoints, even after an interrupted run."""
-        super().finalize(status)
-        # No public attribute of the base class says whether the run has begun; `experiment` would begin the run.
-        if not self.artifact or self._experiment is None:
-            return
-        for checkpoint in self._checkpoints.values():
-            path = Path(checkpoint.best_model_path)
-            # A run that was resumed has the path from a file, which must not choose what is published.
-            if not (is_within(path, checkpoint.dirpath) and is_checkpoint(path)):
-                continue
-            version = (str(path), saved_at(path))
-            if version in self._uploaded:
-                continue
-            self._uploaded.add(version)
-            try:
-                self._upload(checkpoint, path)
-            except Exception as error:  # a failed upload must not make a finished run fail
-                rank_zero_warn(f"RetrievalWandbLogger: {path} could not be uploaded as an artifact: {error}")
-
     def _define_summary(self, name: str) -> None:
         stage = name.partition("/")[0]
         if stage not in ("val", "test") and not name.startswith("train/loss"):
@@ -180,25 +97,3 @@ class RetrievalWandbLogger(WandbLogger):
             full_name = f"{self.prefix}{self.LOGGER_JOIN_CHAR}{name}"
         # Patterns with * are not used: if two patterns match a name, it is not defined which pattern applies.
         self.experiment.define_metric(full_name, step_metric="trainer/global_step", summary=f"{best},last")
-
-    def _upload(self, checkpoint: ModelCheckpoint, path: Path) -> None:
-        import wandb
-
-        aliases: list[str] = []
-        metadata: dict[str, Any] = {"file": path.name}
-        score = checkpoint.best_model_score
-        if checkpoint.monitor is None or score is None:
-            aliases.append("last")
-        elif math.isfinite(score):
-            aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
-            metadata[checkpoint.monitor] = float(score)
-            # Only the first callback that monitors a metric uses the alias "best", as in Lightning.
-            monitoring = [other for other in self._checkpoints.values() if other.monitor is not None]
-            if checkpoint is monitoring[0]:
-                aliases.append("best")
-        artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
-        if path.is_dir():
-            artifact.add_dir(str(path), name="model.ckpt")
-        else:
-            artifact.add_file(str(path), name="model.ckpt")
-        self.experiment.log_artifact(artifact, aliases=aliases)

@@ -161,7 +161,6 @@ class ClassFolders:
 
     def _sort_files(self, entries: FolderEntries, images: list[str]) -> None:
         """Add the images of a folder to a list, and record its other files as ignored."""
-        self.ignored += map(self._relative, entries.special)
         for file in entries.files:
             kind = images if self._is_image(file) else self.ignored
             kind.append(self._relative(file))

@@ -153,7 +153,7 @@ class ImageSet(IndexedSet):
         """
         if type(self).read is not ImageSet.read:
             return self.read(position)
-        return self._decoded(self.transform.read, position, **self.transform.settings)
+        return self._decoded(self.transform.read, position)
 
     def _decoded(self, read: Callable[..., Decoded], position: int, **settings: Any) -> Decoded:
         box = None

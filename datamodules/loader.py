@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, BinaryIO
 
@@ -63,11 +63,12 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         # `__init__` of the base class is not called, because it would store rank and world size before the process
         # group exists.
         self.batch_sampler = batch_sampler
-        self.first_drawn: list[int] = []  # the first global batch of the latest iteration
+        self.drawn: dict[int, list[int]] = {}  # the global batches, by index, that the loader has not yet returned
+        self.global_batch: list[int] = []  # the global batch that the loader returned last
         self.set_position(epoch, start)
 
     def set_position(self, epoch: int, start: int) -> None:
-        """Make iterations of `epoch` begin at batch `start`."""
+        """Make iterations of `epoch` begin at batch `start`; after its last batch, the next epoch follows."""
         epoch = check_integer("epoch", epoch, 0, owner="RetrievalDataLoader")
         start = check_integer("start", start, 0, owner="RetrievalDataLoader")
         if start > len(self):
@@ -75,9 +76,15 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
             cure = "resume with the labels and the sampler that the position was saved with"
             raise InvalidValue(rule, "RetrievalDataLoader", "start", got=f"{start} for {len(self)} batches", cure=cure)
         self.batch_sampler.set_epoch(epoch)
+        self.batch_sampler.has_begun = start == len(self)
         self.start_epoch = epoch
         self.start = start
         self.next_batch = start  # index of the batch after the last batch that the loader has returned
+
+    def mark_returned(self) -> None:
+        """Record that the loader returns its next batch."""
+        self.global_batch = self.drawn.pop(self.next_batch, [])
+        self.next_batch += 1
 
     @property
     def first_batch(self) -> int:
@@ -93,20 +100,22 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
+        self.next_batch = self.first_batch
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[SeededIndex]]:
+        self.set_epoch(self.batch_sampler.next_epoch)
         seed, epoch = self.batch_sampler.seed, self.batch_sampler.epoch
         world = world_size()
         this_rank = rank()
         first = self.first_batch
+        self.drawn = {}
         for number, batch in itertools.islice(enumerate(self.batch_sampler), first, None):
             sections = self.batch_sampler.sections(batch)
             _check_rows(sections, world)
-            if number == first:
-                self.first_drawn = batch
+            self.drawn[number] = batch
             positions = shard_positions(sections.values(), this_rank, world)
             seeds = augmentation_seeds(seed, epoch, number, positions).tolist()
             yield [
@@ -274,8 +283,9 @@ class RetrievalDataLoader(DataLoader[Any]):
     rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins. The
     indices passed to the dataset carry a seed, see `item_generator`.
 
-    The workers do not start before the first batch is requested. So `set_epoch` takes effect even after `iter(loader)`,
-    when Lightning first calls `set_epoch`.
+    Each new iteration is one epoch later than the one before, unless `set_epoch` is called. The workers do not start
+    before the first batch is requested. So `set_epoch` takes effect even after `iter(loader)`, when Lightning first
+    calls `set_epoch`.
 
     Args:
         dataset: a map-style dataset.
@@ -298,8 +308,10 @@ class RetrievalDataLoader(DataLoader[Any]):
         >>> from lightning_retrieval.datamodules import PKSampler
         >>> sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
         >>> loader = RetrievalDataLoader(range(6), sampler)
-        >>> [batch.tolist() for batch in loader] == list(sampler)
-        True
+        >>> first, second = ([batch.tolist() for batch in loader] for epoch in range(2))
+        >>> sampler.set_epoch(1)
+        >>> second == list(sampler), second == first
+        (True, False)
 
     Relations:
         `len` is the number of batches of a full epoch on each rank, even if the epoch begins at `start`, because
@@ -325,7 +337,8 @@ class RetrievalDataLoader(DataLoader[Any]):
                 "batch_sampler",
                 got=type(batch_sampler).__name__,
             )
-        _check_size(dataset, batch_sampler)
+        with owned_by("RetrievalDataLoader"):
+            batch_sampler.check_dataset(dataset)
         if not kwargs.get("in_order", True):
             raise InvalidValue(
                 "must be True, because batches in another order are lost or repeated when a run is resumed",
@@ -356,26 +369,29 @@ class RetrievalDataLoader(DataLoader[Any]):
         self._rank_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._rank_sampler.next_batch = self._rank_sampler.first_batch
         for batch in super().__iter__():
-            self._rank_sampler.next_batch += 1
+            self._rank_sampler.mark_returned()
             yield batch
 
-    def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, side: Side | None = None) -> None:
-        """Compare the first batch of the latest iteration with the images that the sampler drew.
+    def check_batch(
+        self, labels: Tensor | None, ids: Tensor | None, *, side: Side | None = None, is_first: bool = True
+    ) -> None:
+        """Compare the batch that was returned last with the images that the sampler drew.
 
         `RetrievalModule` calls this method.
 
         Args:
-            labels: labels of the global batch, of shape (batch,) or (batch, levels).
+            labels: labels of the global batch, of shape (batch,) or (batch, levels), or None.
             ids: ids of the global batch, of shape (batch,), or None.
             side: the side of the batch that the labels and ids are of; None for a batch without sides.
+            is_first: whether the labels must group the images as the classes of the sampler do. If False, it is enough
+                that the classes have different labels, so that a data set may replace images that it cannot read.
 
         Raises:
             ValueError: if several images have the same id, or the sampler was made with other labels. Other labels only
-                cause a warning if the sampler's `draws_classes` is False.
+                cause a warning, in the first batch, if the sampler's `draws_classes` is False.
         """
-        sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
+        sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.global_batch
         section = sampler.sections(drawn).get(side)
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides
             return
@@ -383,7 +399,10 @@ class RetrievalDataLoader(DataLoader[Any]):
         if ids is not None:
             _check_ids(sampler, [index - section.first_index for index in drawn], ids.tolist())
             ids = ids + section.first_index
-        problem = _difference_of_labels(sampler, drawn, labels.reshape(len(labels), -1), ids)
+        if labels is None or not (is_first or sampler.draws_classes):
+            return
+        agree = _are_same_groups if is_first else _are_separate
+        problem = _difference_of_labels(sampler, drawn, labels.reshape(len(labels), -1), ids, agree)
         if problem is None:
             return
         if sampler.draws_classes:
@@ -405,12 +424,6 @@ class RetrievalDataLoader(DataLoader[Any]):
             self._rank_sampler.set_position(state_dict["epoch"], state_dict["start"])
 
 
-def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
-    if len(dataset) != batch_sampler.dataset_size:
-        rule = f"must have one item for each of the {batch_sampler.dataset_size} labels of the batch sampler"
-        raise InvalidValue(rule, "RetrievalDataLoader", "dataset", got=len(dataset))
-
-
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:
     """Raise if different images have the same id. An image that was drawn several times may repeat its id.
 
@@ -421,13 +434,17 @@ def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[
     """
     images, different = len(set(drawn)), len(set(ids))
     if different < images - max(0, len(drawn) - len(ids)):
-        got = f"{different} different `ids` for {images} images that {sampler.name} drew for the first batch"
+        got = f"{different} different `ids` for {images} images that {sampler.name} drew for a batch"
         cure = "let the data set return the index of each image as its id, or no ids"
         raise InvalidValue("each image must have an id of its own", "RetrievalDataLoader", got=got, cure=cure)
 
 
 def _difference_of_labels(
-    sampler: GlobalBatchSampler, drawn: Sequence[int], labels: Tensor, ids: Tensor | None
+    sampler: GlobalBatchSampler,
+    drawn: Sequence[int],
+    labels: Tensor,
+    ids: Tensor | None,
+    agree: Callable[[list[int], list[int]], bool],
 ) -> str | None:
     """Return an error message if the labels of a batch contradict the classes of the sampler, else None.
 
@@ -440,6 +457,7 @@ def _difference_of_labels(
             like the classes of the sampler.
         ids: ids of the loaded batch, or None. If the ids are dataset indices, they identify the rows of a batch that
             was reordered. If the ids are indices of another list of the same images, they are not used.
+        agree: whether the classes and the labels of the rows agree.
     """
     if len(labels) != len(drawn):  # images could not be read, or there are several rows per image
         return None
@@ -448,17 +466,21 @@ def _difference_of_labels(
         orders.append(ids.tolist())
     for images in orders:
         classes = sampler.classes_of(images)
-        if classes is None or any(_are_same_groups(classes, level) for level in labels.numpy().T):
+        if classes is None or any(agree(classes.tolist(), level) for level in labels.T.tolist()):
             return None
-    groups = len(np.unique(labels[:, 0].numpy()))
+    groups = len(labels[:, 0].unique())
     return (
-        "RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch of "
+        "RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a batch of "
         f"{groups} classes, which group its {len(drawn)} images otherwise than the classes that {sampler.name} drew; "
-        "give it the labels that the data set returns."
+        "give it the labels that the data set returns, which must not be the same for classes of joined data sets."
     )
 
 
-def _are_same_groups(classes: Integers, labels: Integers) -> bool:
+def _are_same_groups(classes: list[int], labels: list[int]) -> bool:
     """Whether rows have one class exactly where they have one label."""
-    pairs = len(np.unique(np.stack([classes, labels]), axis=1).T)
-    return pairs == len(np.unique(classes)) == len(np.unique(labels))
+    return len(set(zip(classes, labels, strict=True))) == len(set(classes)) == len(set(labels))
+
+
+def _are_separate(classes: list[int], labels: list[int]) -> bool:
+    """Whether the rows have at least as many labels as classes."""
+    return len(set(labels)) >= len(set(classes))

@@ -128,7 +128,7 @@ def _check_columns(
     path: Path, names: Sequence[str], header: Sequence[str], required: Sequence[str], table_format: TableFormat
 ) -> None:
     """Raise if a table lacks a column that is required or named in `columns`."""
-    shown = f"{','.join(names)!r} in {path}"
+    shown = f"{table_format.delimiter.join(names)!r} in {path}"
     for here, theirs in table_format.names.items():
         if not table_format.is_oml and theirs not in names:
             rule = f"must name columns of the table, but {theirs!r}, named as {here!r}, is none"
@@ -141,7 +141,8 @@ def _check_columns(
         columns = " and ".join(required).replace("label", "label (or tags)")
         rule = f"{path} must have the columns {columns}, and all of {', '.join(SIDES)} or none"
         cure = "line 1 of a CSV file has these names, or others that are given as `columns`, separated by `delimiter`"
-        raise InvalidValue(rule, got=f"{','.join(names)!r}, which lacks {', '.join(missing)}", cure=cure)
+        got = f"{table_format.delimiter.join(names)!r}, which lacks {', '.join(missing)}"
+        raise InvalidValue(rule, got=got, cure=cure)
 
 
 def _converted_oml(table: Table) -> Table:

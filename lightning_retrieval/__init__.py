@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the public names; type checkers export names imported `as` 
     from lightning_retrieval.ranking.relevance import OtherCamera as OtherCamera
     from lightning_retrieval.ranking.relevance import Relevance as Relevance
     from lightning_retrieval.ranking.relevance import SharedTags as SharedTags
+    from lightning_retrieval.search.embedding_folder import read_embeddings as read_embeddings
     from lightning_retrieval.search.store.index import RetrievalIndex as RetrievalIndex
     from lightning_retrieval.search.store.milvus_store import MilvusStore as MilvusStore
     from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size

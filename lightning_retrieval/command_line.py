@@ -1,12 +1,13 @@
 """What all commands share: their parser, imports and output. No torch is imported, so help appears at once."""
 
 import argparse
+import ctypes
 import gc
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ from lightning_retrieval.invalid import Invalid
 from lightning_retrieval.paths import check_path
 
 INTERRUPTED = 130  # exit code after Ctrl-C
+# Settings of glibc's `mallopt`: M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD.
+KEEP_MEMORY = {-4: 0, -1: 2**31 - 1, -2: 1 << 26}
 JOINERS = "\u200c\u200d"  # they join or part letters, as in Persian and Hindi, and join the parts of an emoji
 
 
@@ -21,18 +24,34 @@ JOINERS = "\u200c\u200d"  # they join or part letters, as in Persian and Hindi, 
 def imports_of_command() -> Iterator[None]:
     """Import libraries without garbage collections, which would search all objects that torch makes, several times.
 
-    Afterwards these objects are left out of collections. Nothing changes if torch is already imported: then the caller
-    is no new process, and may have garbage.
+    Afterwards these objects are left out of collections. Memory and images are handled as a program of its own may:
+    memory of a batch is kept for the next one, and photographs of any size are opened. Nothing changes if torch is
+    already imported: then the caller is no new process, and may have garbage.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    _keep_memory()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _keep_memory() -> None:
+    """Let glibc keep freed memory, where it would hand back the activations of each batch and take them again.
+
+    The system clears what it hands out, which is up to half of the time of a network on a CPU.
+    """
+    with suppress(OSError, AttributeError):  # another system or C library
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for parameter, value in KEEP_MEMORY.items():
+            mallopt(parameter, value)
 
 
 @contextmanager

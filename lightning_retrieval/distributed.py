@@ -39,6 +39,11 @@ def to_host(values: Tensor) -> Tensor:
     return values.detach().cpu()
 
 
+def to_host_later(values: Tensor) -> Tensor:
+    """A copy on the CPU that is complete when the host has next waited for the device, such as for `to_host`."""
+    return values.detach().to("cpu", non_blocking=True)
+
+
 def kept_rows(values: Tensor) -> Tensor:
     """A copy without a graph, for rows that are kept after the batch.
 

@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,18 +89,10 @@ def pytest_collection_finish():
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
-    shorten_waits_of_milvus()
     gc.collect()
     gc.freeze()
     gc.set_threshold(7000)
     gc.enable()
-
-
-def shorten_waits_of_milvus():
-    """Milvus Lite has made an index when its client begins to wait half a second, before it asks whether it is made."""
-    client = sys.modules.get("pymilvus.client.grpc_handler")
-    if client is not None:
-        client.time = SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, 0.02)))
 
 
 def on_pretend_gpu():

@@ -60,7 +60,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "RetrievalEvaluation: (val|test) metrics cover")  # of limit_val_batches
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_train_batches=2, limit_val_batches=1,
-        limit_test_batches=1, log_every_n_steps=1, logger=RetrievalWandbLogger(offline=True, artifact=False),
+        limit_test_batches=1, log_every_n_steps=1, logger=RetrievalWandbLogger(offline=True),
         callbacks=[RetrievalEvaluation(before_fit=True), APMonitor(), RetrievalGallery()],
     )
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(1024, 8))

@@ -75,7 +75,8 @@ NOT_MADE = {
         "ImageDataModule",
     ),
     *("BoxDataModule", "DetectionDataModule", "RetrievalDataModule", "MilvusStore", "blackbox_rank", "gem"),
-    *("chunked_backward", "largest_chunk_size", "multi_scale", "nearest_scores", "training_transform"),
+    *("chunked_backward", "largest_chunk_size", "multi_scale", "nearest_scores", "read_embeddings"),
+    "training_transform",
     *("item_generator", "resume_position"),
 }
 TABLE = {
@@ -155,8 +156,8 @@ TABLE = {
         shown=("from_dim", "embedding_dim", "hidden_dim"),
     ),
     "Embedder": Entry(
-        {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
-        shown=("embedding_dim", "pooling", "layer_norm", "freeze_batch_norm"),
+        {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "normalize": False},
+        shown=("embedding_dim", "pooling", "layer_norm", "normalize"),
     ),
     "FrozenEmbedder": Entry({"embedder": nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4))}, shown=()),
     "TextEmbedder": Entry(
@@ -193,10 +194,10 @@ TABLE = {
     "RetrievalEvaluation": Entry(
         {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3"), "dims": (2,)}
     ),
-    "EmbeddingWriter": Entry({"output": "embeddings", "file_format": "npy", "shard_size": 7, "dtype": "float16"}),
+    "EmbeddingWriter": Entry({"output": "embeddings", "shard_size": 7, "dtype": "float16"}),
     "RetrievalReport": Entry({"output": "report.html", "false_match_rate": 0.1}),
     "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}),
-    "RetrievalWandbLogger": Entry({"project": "products", "id": "a1", "artifact": False}, without=("copy",)),
+    "RetrievalWandbLogger": Entry({"project": "products", "id": "a1", "offline": True}, without=("copy",)),
     "ResumableCSVLogger": Entry({"folder": "runs/a", "prefix": "p"}),
     "APMonitor": Entry(),
     "CheckpointOnInterrupt": Entry({"option": "--resume"}),

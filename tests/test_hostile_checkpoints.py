@@ -16,7 +16,6 @@ from lightning_fabric.plugins.io import TorchCheckpointIO
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.checkpoints import (
     read_checkpoint,
     torch_writes_shards,
@@ -466,27 +465,3 @@ def test_an_optimizer_state_of_another_shape(tmp_path):
     torch.save(content, tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match=r"^RetrievalModule: .*exp_avg"):
         run(tmp_path, 2, tmp_path / "last.ckpt", trained=adam)
-
-
-def test_files_elsewhere_are_not_published(users_folder, tmp_path, monkeypatch):
-    """Weights & Biases uploads the best checkpoint, whose path a resumed run has from the file."""
-    wandb = pytest.importorskip("wandb")
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
-    saving = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, "enable_version_counter": False}
-    run(tmp_path / "run", 1, saving=[ModelCheckpoint(tmp_path / "run", **saving)])
-    private = tmp_path / "private.ckpt"
-    torch.save({"private": "words of the user"}, private)
-    checkpoint = write_states(tmp_path / "run" / "last.ckpt", lambda state: state.update(best_model_path=str(private)))
-    logger = RetrievalWandbLogger(save_dir=tmp_path / "logged", offline=True)
-    resumed = [ModelCheckpoint(tmp_path / "run", **saving)]
-    run(tmp_path / "run", 3, checkpoint, resumed, logger=logger)
-    assert resumed[0].best_model_path == str(private)  # which may be read
-    wandb.finish()
-    wandb.teardown()
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != private]
-    assert any(path.suffix == ".wandb" for path in written)
-    assert not [path for path in written if b"words of the user" in path.read_bytes()]

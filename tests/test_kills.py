@@ -175,15 +175,9 @@ def test_an_index_that_replaces_another_one(write, tmp_path):
     assert set(found) == {50, 60}
 
 
-def write_shards(path, file_format, value):
+def write_shards(path, value):
     manifest = EmbeddingManifest(
-        images=4,
-        images_sha256="list",
-        model_sha256="model",
-        preparation={},
-        dim=3,
-        shard_size=2,
-        file_format=file_format,
+        images=4, images_sha256="list", model_sha256="model", preparation={}, dim=3, shard_size=2
     )
     folder = EmbeddingFolder.create(path, manifest)
     for shard in range(2):
@@ -193,15 +187,14 @@ def write_shards(path, file_format, value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["npy", "parquet"])
-def test_embeddings_that_are_written_again(file_format, tmp_path):
+def test_embeddings_that_are_written_again(tmp_path):
     """Each shard is the old one, the new one, or missing, which the next run writes."""
     before, folder = tmp_path / "before", tmp_path / "folder"
-    write_shards(before / "e", file_format, 1.0)
+    write_shards(before / "e", 1.0)
     for kill in killed_everywhere(
-        write_shards, folder / "e", file_format, 2.0, folder=folder, before=before, processes=tmp_path / "processes"
+        write_shards, folder / "e", 2.0, folder=folder, before=before, processes=tmp_path / "processes"
     ):
-        write_shards(folder / "missing", file_format, 3.0)  # reads nothing of the other folder
+        write_shards(folder / "missing", 3.0)  # reads nothing of the other folder
         begun = EmbeddingFolder(folder / "e", EmbeddingFolder.load(folder / "missing").manifest)
         for shard in set(range(2)) - set(begun.missing()):
             rows = begun.read(shard)

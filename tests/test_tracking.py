@@ -124,7 +124,7 @@ def test_tensorboard_gets_the_graph_of_the_network(tmp_path):
     """`log_graph=True` traces the module, before the first step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    module = RetrievalModule(Embedder("glyph_net", 8, freeze_batch_norm=True), SmoothAPLoss(), chunk_size=4)
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), chunk_size=8)
     module.example_input_array = torch.rand(2, 1, 32, 32)
     data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2) for _ in range(2)]
     logger = TensorBoardLogger(tmp_path, log_graph=True)

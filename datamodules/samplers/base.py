@@ -7,6 +7,7 @@ global batch into one shard per rank, so a run has the same batches with one pro
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -112,17 +113,24 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     in `images` of each class.
 
     Args:
-        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
-            single image are skipped, because that image has no positive; one warning gives their number.
+        labels: one integer for each image, in the order of the dataset that the loader reads, which may be a `Subset`
+            or a `ConcatDataset`; any integers, any class sizes. Classes with a single image are skipped, because that
+            image has no positive; one warning gives their number.
         seed: an integer >= 0. The seed and the epoch determine every batch.
+
+    Attributes:
+        epoch: the epoch of the latest iteration, or the one that `set_epoch` has set since.
+        has_begun: whether an iteration of `epoch` has begun.
 
     Raises:
         TypeError: if the labels or the seed are not integers.
         ValueError: if the labels are empty or not one-dimensional, or no class has two images.
 
+    Each new iteration is one epoch later than the one before, unless `set_epoch` is called, as Lightning and Fabric do.
+
     Relations:
-        `RetrievalDataLoader` compares the labels of the first batch with these labels. If they differ, the loader
-        raises an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
+        `RetrievalDataLoader` compares the labels of the batches with these labels. If they differ, the loader raises
+        an error if `draws_classes` is True, else it warns. `draws_classes` is True for the samplers of this
         library that draw several images of a class. The property `sampler` returns the sampler itself, so that
         Lightning also calls `set_epoch` in one process with a plain `DataLoader(dataset, batch_sampler=...)`. With
         several processes, such a loader raises an error; use `RetrievalDataLoader`.
@@ -134,6 +142,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def __init__(self, labels: Labels, *, seed: Seed = 0) -> None:
         self.seed = checked(self, seed=seed)
         self.epoch = 0
+        self.has_begun = False
         self.images: Integers
         with owned_by(self.name):
             array = integer_array("labels", labels)
@@ -158,20 +167,30 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         starts: Integers = np.cumsum(self.class_sizes) - self.class_sizes
         return starts
 
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise a `ValueError` if a data set has not as many items as the sampler has labels, such as a `Subset`."""
+        if len(dataset) != self.dataset_size:
+            rule = f"must have one item for each of the {self.dataset_size} labels of {self.name}"
+            cure = "make the sampler with the labels of this data set; for a Subset, labels[subset.indices]"
+            raise InvalidValue(rule, argument="dataset", got=len(dataset), cure=cure)
+
     def classes_of(self, batch: Sequence[int]) -> Integers | None:
         """The class of each image of a batch, as an index of `class_labels`; None if a class is not known.
 
         Args:
             batch: dataset indices, as the sampler draws them.
         """
-        drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
-        positions = np.flatnonzero(np.isin(self.images, drawn))
-        if len(positions) != len(drawn):  # the subclass also draws images of other classes
+        classes: Integers = self._class_of_image[np.array(batch)]
+        if (classes < 0).any():  # the subclass also draws images of other classes
             return None
-        classes = np.searchsorted(self.class_starts, positions, side="right") - 1
-        by_index = np.argsort(self.images[positions])
-        of_batch: Integers = classes[by_index][position_in_drawn]
-        return of_batch
+        return classes
+
+    @cached_property
+    def _class_of_image(self) -> Integers:
+        """The class of each image as an index of `class_labels`; -1 for the images that are skipped."""
+        classes = np.full(self.dataset_size, -1, np.int32)
+        classes[self.images] = np.repeat(np.arange(len(self.class_sizes), dtype=np.int32), self.class_sizes)
+        return classes
 
     def sections(self, batch: Sequence[int]) -> dict[Side | None, Section]:
         """The rows of each side in a batch, which are split over the processes one side at a time.
@@ -203,6 +222,12 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""
         self.epoch = check_integer("epoch", epoch, 0, owner=self.name)
+        self.has_begun = False
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch whose batches the next iteration yields."""
+        return self.epoch + self.has_begun
 
     @abstractmethod
     def __len__(self) -> int:
@@ -216,6 +241,8 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.epoch = self.next_epoch
+        self.has_begun = True
         for batch in self.draw(np.random.default_rng((self.seed, self.epoch))):
             yield batch.tolist()
 

@@ -311,7 +311,7 @@ class RetrievalCLI(LightningCLI):
     def before_fit(self) -> None:
         """Install the callback that saves a checkpoint on Ctrl-C, and find the checkpoint to continue from."""
         trainer: Any = self.trainer
-        trainer.callbacks.append(CheckpointOnInterrupt())
+        trainer.callbacks.append(CheckpointOnInterrupt("--ckpt_path last"))
         options = self.config_init.fit
         if options.run_folder is None and options.ckpt_path != "last":
             return

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lightning_retrieval.command_line import INTERRUPTED, printable
+from lightning_retrieval.command_line import INTERRUPTED, imports_of_command, printable
 from lightning_retrieval.paths import ExistingPath
 
 
@@ -21,7 +21,8 @@ def shrink(images: ExistingPath, output: Path, /, *, size: int = 288, workers: i
     Example:
         lightning-retrieval shrink photos small --size 288
     """
-    from lightning_retrieval.preparation.shrink import shrink_images  # imports torch
+    with imports_of_command():
+        from lightning_retrieval.preparation.shrink import shrink_images
 
     try:
         counts, skipped = shrink_images(images, output, size, workers=workers)

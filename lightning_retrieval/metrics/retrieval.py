@@ -361,6 +361,20 @@ class RetrievalMetrics(EmbeddingMetric):
         ids = values["ids"][values["AP"].isnan()].unique()
         return skipped_queries(ids, images, collected, self._rule).by_id()
 
+    def values_of_means(self) -> dict[str, Tensor]:
+        """The values of each query by the name of their mean in the results of `compute`, to join them with other sets.
+
+        They are NaN if the query has no relevant candidate. `dims` has none. All processes must call this method,
+        unless they have already called `compute`.
+        """
+        tables = {"": self.per_query()}
+        if self.reverse:
+            tables[REVERSE] = self.per_query(reverse=True)
+        values: dict[str, Tensor] = {}
+        for prefix, table in tables.items():
+            values |= {prefix + mean: table[name] for name, mean in self._means_of_values.items() if name in table}
+        return values
+
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each mean over queries, by its name in the results of `compute`.
 

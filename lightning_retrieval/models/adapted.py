@@ -8,14 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, settings_repr
-from lightning_retrieval.checkpoints import find_damage, is_checkpoint, read_checkpoint
+from lightning_retrieval.checkpoints import check_checkpoint, read_checkpoint
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.compiled import plain_state, without_wrappers
-from lightning_retrieval.invalid import InvalidValue, MissingFile, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.models.embedder import Dim
 from lightning_retrieval.models.pretrained import is_rebuilding, without_pretrained_weights
 from lightning_retrieval.paths import check_path
-from lightning_retrieval.plain_data import describe, rebuild
+from lightning_retrieval.plain_data import IN_PYTHON, describe, rebuild
 from lightning_retrieval.preparation.of_model import wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize
@@ -155,10 +155,9 @@ class FrozenEmbedder(nn.Module):
         if checkpoint is not None:
             if is_rebuilding():
                 rule = "must not be set in a file, since a file may not choose what is read"
-                cure = "pass the object again: load_from_checkpoint(path, embedder=...)"
-                raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=cure)
+                raise InvalidValue(rule, "FrozenEmbedder", "checkpoint", got=short_repr(checkpoint), cure=IN_PYTHON)
             with owned_by("FrozenEmbedder"):
-                embedder, recorded = embedder_of_checkpoint(check_path("checkpoint", checkpoint))
+                embedder, recorded = embedder_of_checkpoint(check_path("checkpoint", checkpoint, exists=True))
             if preparation is None:
                 preparation = recorded
         embedder = without_wrappers(embedder)
@@ -206,16 +205,11 @@ def embedder_of_checkpoint(checkpoint: Path) -> tuple[nn.Module, dict[str, Any] 
         The embedder, and the settings of the preparation of its evaluation, None if they are not recorded.
 
     Raises:
-        FileNotFoundError: if the checkpoint does not exist.
         ValueError: if the file is damaged or cannot be rebuilt, or the embeddings of the module depend on more than its
             embedder.
     """
-    if not is_checkpoint(checkpoint):
-        raise MissingFile("must be one that training wrote", argument="checkpoint", got=checkpoint)
+    check_checkpoint(checkpoint)
     rule = "must be one of a RetrievalModule whose `embedder` can be rebuilt"
-    damage = find_damage(checkpoint)
-    if damage is not None:
-        raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
     try:
         saved = read_checkpoint(checkpoint)
         settings = saved["hyper_parameters"]

@@ -4,7 +4,6 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, eq. 
 with A (r, in) and B (out, r), and B = 0 at the start. The weights W are frozen.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbon
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data import IN_PYTHON
 
 MOST_RANK = 4096
 # Arguments of `peft.LoraConfig` that a file may set. Others import modules, read files or run over data.
@@ -55,8 +55,7 @@ def _check_arguments_of_file(lora: Mapping[str, Any]) -> None:
     for name, value in lora.items():
         if name not in OF_FILES and value not in (None, False, [], {}):
             rule = f"of a file must have arguments among {', '.join(OF_FILES)}"
-            cure = "build the embedder in Python, and pass it: load_from_checkpoint(path, embedder=...)"
-            raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=cure)
+            raise InvalidValue(rule, "Embedder", "lora", got=f"{name}={short_repr(value)}", cure=IN_PYTHON)
 
 
 def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
@@ -68,7 +67,8 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
 
     Raises:
         ModuleNotFoundError: if peft is not installed.
-        ValueError: if `target_modules` is not given and there is no attention, or an argument is invalid for peft.
+        ValueError: if `target_modules` is not given and there is no attention.
+        Exception: any error of peft, if an argument is invalid for it.
     """
     with optional_import("peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'.", "Embedder"):
         import peft
@@ -77,12 +77,7 @@ def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
         rule = f"must name its `target_modules`, since {type(backbone).__name__} has no linear layers in an attention"
         raise InvalidValue(rule, "Embedder", "lora", got=short_repr(dict(lora)))
     backbone.requires_grad_(False)
-    try:
-        peft.inject_adapter_in_model(peft.LoraConfig(**settings), backbone)
-    except (TypeError, ValueError, re.error) as error:
-        reason = " ".join(str(error).split())
-        rule = "must be a rank or arguments of peft.LoraConfig"
-        raise InvalidValue(rule, "Embedder", "lora", got=f"{short_repr(dict(lora))} ({reason})") from None
+    peft.inject_adapter_in_model(peft.LoraConfig(**settings), backbone)
     for name, parameter in backbone.named_parameters():
         parameter.requires_grad = ADAPTER in name
 

@@ -13,14 +13,14 @@ To add a family, add its prefix and its builder to `FAMILIES`. A builder takes a
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_maps, first_line, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
+from lightning_retrieval.checks import first_line, short_repr
+from lightning_retrieval.invalid import Invalid, InvalidValue
 from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
@@ -42,7 +42,7 @@ class GlyphNet(nn.Module):
         in_channels: number of channels of the images, from 1 to 1024: 1 for grey, 3 for colour.
 
     Raises:
-        ValueError: if `width` or `in_channels` is out of its range; when called, if the input is not a batch of images.
+        ValueError: if `width` or `in_channels` is out of its range.
         TypeError: if `width` or `in_channels` is not an integer.
 
     Example:
@@ -77,7 +77,6 @@ class GlyphNet(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch channel_out height_out width_out"]:
-        check_maps("images", images, owner="GlyphNet")
         features: Tensor = self.layers(images)
         return features
 
@@ -113,12 +112,17 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
             request = replace(request, name=request.name.removeprefix(prefix))
     try:
         return build(request)
-    except (TypeError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-        if not request.arguments:
+    except Invalid:
+        raise
+    except (TypeError, AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
+        argument: str = "image_size"
+        given: Any = request.image_size
+        if request.arguments:
+            argument, given = "backbone_args", dict(request.arguments)
+        if given is None:
             raise
-        rule = f"must be arguments that {request.name} takes"
-        got = f"{short_repr(dict(request.arguments))} ({first_line(error)})"
-        raise InvalidType(rule, "Embedder", "backbone_args", got=got) from None
+        rule = f"must fit {request.name}"
+        raise InvalidValue(rule, "Embedder", argument, got=f"{short_repr(given)} ({first_line(error)})") from None
 
 
 def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:

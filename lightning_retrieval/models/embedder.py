@@ -4,6 +4,7 @@ The order follows Radenovic et al. (TPAMI 2019, section 3): GeM pooling of the l
 paper, a learned whitening), L2 normalisation.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_float, short_repr
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.compiled import without_wrappers
 from lightning_retrieval.first_checks import is_local_file
-from lightning_retrieval.invalid import InvalidType, InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidType, owned_by, reported_as
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, is_known_convolutional, of_module
@@ -28,7 +29,7 @@ from lightning_retrieval.models.features import (
     check_features,
     feature_shape,
 )
-from lightning_retrieval.models.pretrained import PretrainedModule, with_pretrained_weights
+from lightning_retrieval.models.pretrained import PretrainedModule, is_rebuilding, with_pretrained_weights
 from lightning_retrieval.preparation.of_model import merged_preparation, wanted_settings
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
@@ -69,7 +70,9 @@ class Embedder(PretrainedModule):
             average in one file, the one that DINO and MoCo evaluate is read.
         layer_norm: whether a layer norm is applied to the pooled features, before the linear layer.
         freeze_batch_norm: whether every batch norm of the backbone stays in eval mode, even after `train()`: the
-            running statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
+            running statistics are used and never updated. The affine parameters (weight and bias) stay trainable. It is
+            for pretrained weights: the statistics of a new network normalise nothing, so a warning is issued if the
+            backbone has these.
         feature_dim: dimension C of the backbone's features, >= 1; if None, it is determined automatically. It must be
             given for a module that does not run on meta tensors. If such a module returns vectors, choose the pooling
             `"avg"` or `"max"`, since the parameter of `GeM` would stay unused.
@@ -102,7 +105,7 @@ class Embedder(PretrainedModule):
     Example:
         >>> import torch
         >>> from lightning_retrieval.models import Embedder
-        >>> embedder = Embedder("resnet18", embedding_dim=128, freeze_batch_norm=True)
+        >>> embedder = Embedder("resnet18", embedding_dim=128)
         >>> embeddings = embedder(torch.rand(2, 3, 64, 64))
         >>> embeddings.shape, embeddings.norm(dim=1).allclose(torch.ones(2))
         (torch.Size([2, 128]), True)
@@ -174,6 +177,8 @@ class Embedder(PretrainedModule):
         self.head = self._new_head()
         self._prepare_backbone()
         self._freeze()
+        if freeze_batch_norm and not is_rebuilding():
+            self._warn_of_initial_statistics()
 
     def _new_head(self) -> nn.Sequential:
         """The layers between the pooled features and the embedding; none if the features are the embedding."""
@@ -192,8 +197,7 @@ class Embedder(PretrainedModule):
                 `"glyph_net"`.
 
         Raises:
-            ValueError: if the backbone's features have another shape than (N, C, H, W) or (N, C), or another number of
-                channels than `feature_dim`.
+            ValueError: if the backbone's features have another shape than (N, C, H, W) or (N, C).
             TypeError: if the backbone does not return a tensor.
         """
         if self._given is not None:
@@ -214,13 +218,8 @@ class Embedder(PretrainedModule):
         Args:
             images: as for `forward`.
         """
-        check_float("images", images, owner="Embedder")
         features: Tensor = self.backbone(images)
         check_features(features, images.shape)
-        if features.shape[1] != self.feature_dim:
-            rule = f"must return features with {self.feature_dim} channels (`feature_dim`)"
-            got = f"{tuple(features.shape)} for images of shape {tuple(images.shape)}"
-            raise InvalidValue(rule, "Embedder", "backbone", got=got)
         if features.ndim == 4:
             features = self.pool(features)
         return features
@@ -361,6 +360,27 @@ class Embedder(PretrainedModule):
     def _freeze(self) -> None:
         if not self.freeze_batch_norm:
             return
-        for module in self.backbone.modules():
-            if isinstance(module, _BatchNorm):
-                module.eval()
+        for norm in self._batch_norms():
+            norm.eval()
+
+    def _batch_norms(self) -> list[_BatchNorm]:
+        return [module for module in self.backbone.modules() if isinstance(module, _BatchNorm)]
+
+    def _warn_of_initial_statistics(self) -> None:
+        """Warn if all batch norms that are frozen have the statistics of a new network, mean 0 and variance 1."""
+        norms = [norm for norm in self._batch_norms() if norm.running_mean is not None]
+        if norms and all(map(_has_initial_statistics, norms)):
+            name = self.backbone_name or type(self.backbone).__name__
+            warnings.warn(
+                f"Embedder: freeze_batch_norm=True freezes the batch norm of {name} at its initial statistics, which "
+                "normalise nothing, because the network has no pretrained weights; give `weights`, leave "
+                "freeze_batch_norm out, or load a state dict before training.",
+                stacklevel=3,
+            )
+
+
+def _has_initial_statistics(norm: _BatchNorm) -> bool:
+    mean, variance = norm.running_mean, norm.running_var
+    if mean is None or variance is None or mean.is_meta:  # without values
+        return False
+    return not mean.any() and bool((variance == 1).all())

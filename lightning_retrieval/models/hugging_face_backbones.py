@@ -7,9 +7,11 @@ a model can be rebuilt from a checkpoint without a network connection.
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +33,14 @@ from lightning_retrieval.models.backbone_request import (
     poolings_of_network,
 )
 from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
-from lightning_retrieval.models.weight_files import check_loaded, load_local_file
+from lightning_retrieval.models.weight_files import (
+    THIS_BACKBONE,
+    check_loaded,
+    check_unknown,
+    other_weights,
+    read_weights,
+    tensors_of_network,
+)
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data, named_values, names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -50,6 +59,7 @@ FOR_READERS = (*NOT_KEPT, "label_names", "pretrained_cfg")
 OTHER_MODELS = ("backbone", "base_model_name_or_path")
 TYPE_ARGUMENTS = ("dtype", "torch_dtype")
 KERNELS = re.compile(r"\b(get_kernel|lazy_load_kernel)\(|cpp_extension")  # in the code of a network
+AS_MODULE = "if you trust it, build the model with transformers and give the module as `backbone`"  # a cure
 NO_CODE = {"trust_remote_code": False}  # transformers must not run code of a repository, and not ask at the terminal
 
 
@@ -109,6 +119,7 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
+    request = replace(request, name=os.path.expanduser(request.name))
     transformers = load_transformers(request)
     with hub_of(request):
         config = _config(transformers, request, "vision_config")
@@ -153,19 +164,11 @@ def build_text_model(request: BackboneRequest) -> tuple[Any, dict[str, Any]]:
 
 
 def load_transformers(request: BackboneRequest) -> Any:
-    """Import and return transformers, unless the arguments of a request would run code of a repository."""
+    """Import and return transformers."""
     with optional_import(
         f"transformers must be installed for `backbone` hf/{request.name}: pip install 'lightning-retrieval[hf]'."
     ):
         import transformers
-    if request.arguments.get("trust_remote_code"):
-        raise InvalidValue(
-            "must not have trust_remote_code",
-            argument="backbone_args",
-            got=f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}",
-            cure="to run code of a repository that you trust, build the model with transformers and give the "
-            "module as `backbone`",
-        )
     return transformers
 
 
@@ -183,15 +186,12 @@ def _config(transformers: Any, request: BackboneRequest, part: Literal["vision_c
         part: the part that is taken of the config of a model of images and texts.
     """
     arguments = {name: value for name, value in request.arguments.items() if name not in (*NO_CODE, *TYPE_ARGUMENTS)}
-    is_rebuilding = pretrained.is_rebuilding()
-    if is_rebuilding:
+    if pretrained.is_rebuilding():
         _check_config_of_file(request, "backbone_args", arguments)
     if "model_type" in arguments:
         whole = transformers.AutoConfig.for_model(**arguments)
     else:
         whole = _config_by_name(transformers, request, arguments)
-    if is_rebuilding:
-        _without_pretrained_parts(whole)
     config = getattr(whole, part, whole)
     config.dtype = _dtype(request, config.dtype)
     return config
@@ -205,15 +205,33 @@ def _config_by_name(transformers: Any, request: BackboneRequest, arguments: Mapp
         in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **source)
     entries = {name: value for name, value in in_file.items() if name not in FOR_READERS}
     _check_config_of_file(request, "backbone", entries)
+    if "auto_map" in in_file and in_file.get("model_type") not in transformers.CONFIG_MAPPING:
+        got = f"hf/{request.name}, whose config names code of its own (auto_map)"
+        rule = "must be a model whose code is part of transformers"
+        raise InvalidValue(rule, argument="backbone", got=got, cure=AS_MODULE)
     try:
         return transformers.AutoConfig.from_pretrained(request.name, **source, **NO_CODE, **arguments)
     except (OSError, ValueError) as error:
-        if Path(request.name).is_dir():
-            rule = "must be 'hf/' and the folder of a model whose code is part of transformers"
-            got = f"{request.name} ({first_line(error)})"
-            raise InvalidValue(rule, argument="backbone", got=got) from None
         what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-        raise pretrained.hub_error("backbone", what, error) from None
+        raise not_loaded(request, "backbone", what, error) from None
+
+
+def not_loaded(request: BackboneRequest, argument: str, what: str, error: Exception) -> ValueError:
+    """The error for a model that cannot be loaded from its folder or from the hub.
+
+    Args:
+        request: the request, whose name is that of the folder or the model.
+        argument: the argument that requested the download from the hub.
+        what: a description of what the hub was asked for.
+        error: the error of transformers, or of the library that reads the file.
+    """
+    if Path(request.name).is_dir():
+        rule = "must be 'hf/' and the folder of a model that transformers can load"
+        got = request.name
+        if request.arguments:
+            got += f" with {short_repr(dict(request.arguments))}"
+        return InvalidValue(rule, argument="backbone", got=f"{got} ({first_line(error)})")
+    return pretrained.hub_error(argument, what, error)
 
 
 def _check_config_of_file(request: BackboneRequest, argument: str, config: Mapping[str, Any]) -> None:
@@ -233,8 +251,7 @@ def _check_config_of_file(request: BackboneRequest, argument: str, config: Mappi
         if names_model or has_kernels or (name == "quantization_config" and value):
             rule = "must be a model whose config names no kernels, no other model and no quantisation"
             got = f"hf/{request.name} with {name}={short_repr(value)}"
-            cure = "if you trust it, build the model with transformers and give the module"
-            raise InvalidValue(rule, argument=argument, got=got, cure=cure)
+            raise InvalidValue(rule, argument=argument, got=got, cure=AS_MODULE)
     check_plain_data(argument, config)
 
 
@@ -287,7 +304,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             model = kind(config, **settings)
         model.to(config.dtype)
         if has_file and not pretrained.are_skipped():
-            load_local_file(str(request.weights), model, optional=CLASSIFIERS)
+            return _with_local_file(str(request.weights), model.to("meta"), settings)  # without its random values
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     _check_reads_only(transformers, request)
@@ -301,12 +318,41 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             **NO_CODE,
             **settings,
         )
-    except (OSError, ValueError) as error:
-        raise pretrained.hub_error("weights", what, error) from None
+    except TypeError:  # of an argument
+        raise
+    except Exception as error:  # damaged files raise errors of many types
+        raise not_loaded(request, "weights", what, error) from None
     model, loading = loaded
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
     check_loaded(what, f"hf/{request.name}", model, trained)
+    return model
+
+
+def _with_local_file(path: str, network: Any, settings: dict[str, Any]) -> Any:
+    """A network like the given one, with all weights of a local file, whose names transformers converts.
+
+    Args:
+        path: path of the file.
+        network: the network, which may be on the meta device.
+        settings: the arguments of its constructor besides the config.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is damaged, or its names or shapes do not match the network.
+    """
+    tensors = read_weights(path)
+    own = tensors_of_network(path, tensors, network)
+    own = {name: value for name, value in own.items() if not name.startswith(CLASSIFIERS)}
+    try:
+        loaded = type(network).from_pretrained(
+            None, config=network.config, dtype=network.dtype, state_dict=own, output_loading_info=True, **settings
+        )
+    except RuntimeError as error:  # other shapes
+        raise other_weights(path, THIS_BACKBONE, error) from None
+    model, loading = loaded
+    check_loaded(path, THIS_BACKBONE, model, loading["missing_keys"], tensors)
+    check_unknown(path, own, loading["unexpected_keys"])
     return model
 
 
@@ -342,13 +388,10 @@ def _class_of_model(transformers: Any, config: Any) -> Any:
 
 
 def hub_of(request: BackboneRequest) -> AbstractContextManager[None]:
-    """Context in which a backbone is read. A folder, or a file that is loaded, lets nothing be downloaded."""
-    if pretrained.is_rebuilding() or pretrained.are_skipped() or Path(request.name).is_dir():
-        return pretrained.hub_access(allowed=False)
-    has_own_weights = request.weights is None or is_local_file(request.weights)
-    if "model_type" in request.arguments and has_own_weights:
-        return nullcontext()
-    return pretrained.hub_access(allowed=True)
+    """Context in which a backbone is read. A folder, a whole config or a loaded file lets nothing be downloaded."""
+    is_whole = "model_type" in request.arguments and (request.weights is None or is_local_file(request.weights))
+    is_local = is_whole or Path(request.name).is_dir()
+    return pretrained.hub_access(allowed=not (is_local or pretrained.is_rebuilding() or pretrained.are_skipped()))
 
 
 def source_of(request: BackboneRequest) -> dict[str, Any]:
@@ -363,15 +406,6 @@ def source_of(request: BackboneRequest) -> dict[str, Any]:
     if pretrained.are_skipped() or pretrained.is_rebuilding():
         source["local_files_only"] = True
     return source
-
-
-def _without_pretrained_parts(config: Any) -> None:
-    """Prevent submodules from downloading weights, as detectors of older releases do when they are built."""
-    if getattr(config, "use_pretrained_backbone", False):
-        config.use_pretrained_backbone = False
-    for value in vars(config).values():
-        if hasattr(value, "to_dict"):
-            _without_pretrained_parts(value)
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:

@@ -162,10 +162,12 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
         what: a description of the requested data.
         error: the error of the hub.
     """
-    cure = (
-        "offline, give the path of a local file or folder, or download it once with a network, after which it is read "
-        "from the cache"
-    )
+    cure = ""
+    if isinstance(error, OSError):  # of the network or the cache
+        cure = (
+            "offline, give the path of a local file or folder, or download it once with a network, after which it is "
+            "read from the cache"
+        )
     if is_rebuilding():
         cure = (
             "a file may not choose what is downloaded, so if you trust it, download it yourself (`hf download`), after "
@@ -201,8 +203,8 @@ class PretrainedModule(nn.Module):
                 it are replaced when both are complete.
 
         Raises:
-            ValueError: if the backbone was given as a module, which a file cannot describe, the folder is a file, or
-                `config.json` in it is that of another program.
+            ValueError: if the backbone was given as a module, which a file cannot describe, or `config.json` in the
+                folder is that of another program.
             OSError: if the folder cannot be written to; the earlier files are unchanged.
             ModuleNotFoundError: if safetensors is not installed.
         """
@@ -214,9 +216,6 @@ class PretrainedModule(nn.Module):
             raise InvalidValue(rule, "Embedder", "backbone", got=got, cure="save its state_dict instead")
         safetensors = load_safetensors()
         path = check_path("folder", folder, owner="Embedder")
-        if not path.is_dir() and any(map(Path.is_file, (path, *path.parents))):
-            rule = "must be a folder"
-            raise InvalidValue(rule, "Embedder", "folder", got=f"{path}, which is a file or is inside one")
         _check_not_of_others(path / CONFIG)
         tensors: dict[str, Tensor] = {}
         for name, value in merged.state_dict().items():

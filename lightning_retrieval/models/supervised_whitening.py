@@ -13,14 +13,12 @@ adds multiples of the identity until S is invertible. Here, a singular S is an e
 any difference would outweigh all others.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.arguments import PositiveInt, checked
-from lightning_retrieval.checks import as_int64, check_integers, check_matrix
+from lightning_retrieval.checks import as_int64
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.whitening import (
     FitRows,
@@ -113,7 +111,7 @@ class SupervisedWhitening(WhiteningOfSums):
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are no labels or no pairs, `dim` is larger than
             the dimension of the rows, a number is not finite, or there is a direction in which no pair differs; when
-            called, if nothing has been learned or the dimension differs.
+            called, if nothing has been learned.
         TypeError: if `dim` or `pairs_per_image` is not an integer, embeddings are not floating point, or labels are not
             integers.
 
@@ -151,29 +149,24 @@ class SupervisedWhitening(WhiteningOfSums):
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
-            raise InvalidValue("must hold a label with several rows", "SupervisedWhitening", "labels", got="no pair")
+            raise InvalidValue("must hold a label with several rows", argument="labels", got="no pair")
         m, S = pair_statistics(rows, pairs)
         _check_differences(S, len(pairs), dtype)
         return whitening_of_pairs(rows, m, S, self.dim or len(m))
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_matrix("embeddings", embeddings, finite=True, owner="SupervisedWhitening")
-        rows = len(embeddings)
+        super()._check_given(embeddings, labels)
         labels = _required(labels)
-        check_integers("labels", labels, rows, "embeddings", levels=True, owner="SupervisedWhitening")
         if labels.ndim == 2:
             check_nesting(labels)
-        from_dim = embeddings.shape[1]
-        if self.dim is not None and self.dim > from_dim:
-            rule = f"must be at most that of the embeddings, {from_dim}"
-            raise InvalidValue(rule, "SupervisedWhitening", "dim", got=self.dim)
 
 
-def _required(labels: Any) -> Any:
+def _required(labels: Tensor | None) -> Tensor:
     """The labels, of a signed type."""
     if labels is None:
-        raise InvalidValue("must be given, because they define the pairs", "SupervisedWhitening", "labels", got="None")
-    return as_int64("labels", labels, owner="SupervisedWhitening")
+        raise InvalidValue("must be given, because they define the pairs", argument="labels", got="None")
+    signed: Tensor = as_int64("labels", labels)
+    return signed
 
 
 def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:
@@ -184,4 +177,4 @@ def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype:
         rule = f"of matching pairs must differ in each of {len(eigenvalues)} directions"
         got = f"{pairs} pairs that differ in only {varying}"
         cure = "give more rows with several of each label, or a larger pairs_per_image"
-        raise InvalidValue(rule, "SupervisedWhitening", "embeddings", got=got, cure=cure)
+        raise InvalidValue(rule, argument="embeddings", got=got, cure=cure)

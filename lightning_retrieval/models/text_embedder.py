@@ -4,6 +4,7 @@ The input of the network is a tensor of tokens (rows, tokens), padded with -1, s
 chunks, sent to devices and gathered like batches of images. The tokenizer is part of the checkpoint.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -13,13 +14,12 @@ from torch import Tensor, nn
 from lightning_retrieval.arguments import PositiveInt, checked
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.first_checks import is_local_file
-from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.embedder import Dim
-from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of, source_of
-from lightning_retrieval.models.pretrained import are_skipped, is_rebuilding
+from lightning_retrieval.models.hugging_face_backbones import build_text_model, hub_of
+from lightning_retrieval.models.pretrained import are_skipped
 from lightning_retrieval.models.tokenizers import PADDING, JSONTokenizer, NgramTokenizer, read_hugging_face_tokenizer
-from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 NGRAM_NET = "ngram_net"
@@ -150,7 +150,7 @@ class TextEmbedder(nn.Module):
     """
 
     backbone: NgramNet | HuggingFaceTextBackbone
-    _tokenizer: Any
+    tokenizer: Any  # the function from texts to tokens; None until the state dict is loaded, if a file described it
 
     def __init__(
         self,
@@ -173,19 +173,6 @@ class TextEmbedder(nn.Module):
             self.backbone_args = dict(backbone_args)
         self._build()
         self.head = nn.Linear(self.backbone.dim, embedding_dim)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The function from texts to tokens.
-
-        Raises:
-            ValueError: if the embedder was rebuilt from a file, and its weights, which hold the tokenizer, are not
-                loaded.
-        """
-        if self._tokenizer is None:
-            rule = f"of {self.backbone_name} must be loaded with the weights"
-            raise InvalidValue(rule, "TextEmbedder", "tokenizer", cure="load the state dict first")
-        return self._tokenizer
 
     def forward(self, tokens: Int64[Tensor, "batch token"]) -> Float[Tensor, "batch dim"]:
         """Embed a batch of texts.
@@ -221,24 +208,18 @@ class TextEmbedder(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The tokenizer as bytes; empty if the constructor's arguments describe it."""
-        if isinstance(self._tokenizer, JSONTokenizer):
-            return self._tokenizer.state()
+        if isinstance(self.tokenizer, JSONTokenizer):
+            return self.tokenizer.state()
         return torch.empty(0, dtype=torch.uint8)
 
-    @owned_by("TextEmbedder")
     def set_extra_state(self, state: Any) -> None:
         """Rebuild the tokenizer.
 
         Args:
             state: what `get_extra_state` has returned.
-
-        Raises:
-            ValueError: if the state is not one of a tokenizer.
         """
         if self.backbone_name.startswith(HUGGING_FACE):
-            tokenizer = JSONTokenizer.from_state(state)
-            self._check_tokenizer(tokenizer)
-            self._tokenizer = tokenizer
+            self.tokenizer = JSONTokenizer.from_state(state)
 
     def extra_repr(self) -> str:
         return (
@@ -249,10 +230,8 @@ class TextEmbedder(nn.Module):
     def _build(self) -> None:
         """Build the backbone and its tokenizer."""
         name = self.backbone_name
-        self._tokenizer = None
+        self.tokenizer = None
         with reported_as("TextEmbedder"):
-            if is_rebuilding():
-                check_plain_data("backbone_args", self.backbone_args)
             if name == NGRAM_NET:
                 self._build_ngram_net()
             elif name.startswith(HUGGING_FACE):
@@ -261,19 +240,6 @@ class TextEmbedder(nn.Module):
                 rule = "must be 'ngram_net', or 'hf/' and a Hugging Face hub id or a local folder"
                 raise InvalidValue(rule, argument="backbone", got=repr(name))
 
-    def _check_tokenizer(self, tokenizer: JSONTokenizer) -> None:
-        """Raise unless the model has a vector for each token of a tokenizer, and for each position of its texts."""
-        backbone: Any = self.backbone
-        vectors, most = backbone.vocabulary, backbone.max_length
-        if tokenizer.largest >= vectors or tokenizer.max_length > most:
-            raise InvalidValue(
-                f"the tokenizer of {self.backbone_name} must have tokens below {vectors} and at most {most} of "
-                "them, as its model",
-                "TextEmbedder",
-                got=f"one with the token {tokenizer.largest} and max_length={tokenizer.max_length}",
-                cure="take the tokenizer of the model",
-            )
-
     def _build_ngram_net(self) -> None:
         if self.weights is not None:
             raise InvalidValue("must be None for 'ngram_net'", "TextEmbedder", "weights", got=short_repr(self.weights))
@@ -281,22 +247,19 @@ class TextEmbedder(nn.Module):
         of_net = {name: value for name, value in self.backbone_args.items() if name not in ("min_n", "max_n")}
         if self.max_length is not None:
             of_tokenizer["max_length"] = self.max_length
-        self._tokenizer = NgramTokenizer(**of_tokenizer)
+        self.tokenizer = NgramTokenizer(**of_tokenizer)
         self.backbone = NgramNet(**of_net)
 
     def _build_hugging_face(self, name: str) -> None:
-        request = BackboneRequest(name, self.weights, None, None, self.backbone_args)
+        request = BackboneRequest(os.path.expanduser(name), self.weights, None, None, self.backbone_args)
         model, self.backbone_args = build_text_model(request)
         self.backbone = HuggingFaceTextBackbone(model)
         if are_skipped():
             return
         lower_case = self.backbone.pads_to is not None
         with hub_of(request):
-            self._tokenizer = read_hugging_face_tokenizer(
-                name, source_of(request), self.backbone.max_length, lower_case=lower_case
-            )
-        self._check_tokenizer(self._tokenizer)
-        most = self._tokenizer.max_length
+            self.tokenizer = read_hugging_face_tokenizer(request, self.backbone.max_length, lower_case=lower_case)
         if self.max_length is not None:
+            most = self.tokenizer.max_length
             check_integer("max_length", self.max_length, 1, most, owner="TextEmbedder")
-            self._tokenizer = JSONTokenizer(self._tokenizer.text, max_length=self.max_length)
+            self.tokenizer = JSONTokenizer(self.tokenizer.text, max_length=self.max_length)

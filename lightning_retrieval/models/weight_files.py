@@ -7,7 +7,6 @@ and the script's settings. Nothing of a file is run.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ SETTINGS = (
 EVALUATED = ("teacher.", "encoder_q.", "base_encoder.", "ema.")
 DEPTH = 4  # of the entries that are searched for tensors
 RUNNING_STATISTICS = ("running_mean", "running_var")
+THIS_BACKBONE = "this backbone"  # its name in error messages
 SHOWN_NAMES = 3  # number of names that an error message shows
 
 
@@ -66,7 +66,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is damaged, holds other objects than tensors, plain values and those of `SETTINGS`, or
-            has no tensors, or tensors that no parameter has the type of.
+            has no tensors, or quantised ones.
     """
     file = check_path("weights", path, owner="Embedder")
     check_weights_exist(file)
@@ -82,10 +82,7 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         if is_system_error(error):
             raise
         rule = "must be a file of safetensors or of torch.save with tensors only"
-        cure = ""
-        if isinstance(error, UnpicklingError):
-            cure = "write the state_dict of the network alone to a file, with the program that it is from"
-        raise InvalidValue(rule, argument="weights", got=f"{path} ({first_line(error)})", cure=cure) from None
+        raise InvalidValue(rule, argument="weights", got=f"{path} ({first_line(error)})") from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -95,8 +92,8 @@ def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> 
         got = f"{path}, which has none ({short_repr(content)})"
         raise InvalidValue(rule, argument="weights", got=got, cure="save the state_dict of the network")
     for name, value in tensors.items():
-        if value.is_complex() or _is_quantized(value):
-            rule = "must be a file whose tensors are neither complex nor quantised"
+        if _is_quantized(value):
+            rule = "must be a file whose tensors are not quantised"
             got = f"{path} with {value.dtype} ({name})"
             raise InvalidValue(rule, argument="weights", got=got, cure="take the weights before quantisation")
     return tensors
@@ -156,16 +153,12 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     tensors = read_weights(path)
     found = tensors_of_network(path, tensors, backbone)
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
-    check_loaded(path, "this backbone", backbone, names - kept.keys(), tensors)
-    # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
-    unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
-    if unknown:
-        got = f"{path}, which has {len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})"
-        raise InvalidValue("must be a file with the weights of this backbone", argument="weights", got=got)
+    check_loaded(path, THIS_BACKBONE, backbone, names - kept.keys(), tensors)
+    check_unknown(path, kept, kept.keys() - names)
     try:
         backbone.load_state_dict(kept, strict=False)
     except RuntimeError as error:
-        raise other_weights(path, "this backbone", error) from None
+        raise other_weights(path, THIS_BACKBONE, error) from None
 
 
 def tensors_of_network(path: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
@@ -255,6 +248,21 @@ def check_loaded(
         if len(absent) == len(needed) and tensors:
             cure += f", but {first_of(list(tensors), SHOWN_NAMES)}"
         raise InvalidValue(rule, argument="weights", got=got, cure=cure)
+
+
+def check_unknown(path: str, tensors: Mapping[str, Tensor], unknown: Collection[str]) -> None:
+    """Raise if a file has parameters that a backbone lacks, which are those of a larger network.
+
+    Args:
+        path: path of the file.
+        tensors: the tensors of the file by name.
+        unknown: the names that the backbone lacks.
+    """
+    # Files of older releases of a model also hold buffers with indices. Today's models compute these indices.
+    more = [name for name in tensors if name in unknown and tensors[name].is_floating_point()]
+    if more:
+        got = f"{path}, which has {len(more)} more tensors ({first_of(more, SHOWN_NAMES)})"
+        raise InvalidValue(f"must be a file with the weights of {THIS_BACKBONE}", argument="weights", got=got)
 
 
 def other_weights(path: str, network: str, error: Exception) -> ValueError:

@@ -206,14 +206,9 @@ class Whitening(nn.Module):
             embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes can
                 raise an error with its id.
         """
-        owner = type(self).__name__
-        check_matrix("embeddings", embeddings, owner=owner)
         if self.learned is None:
             cure = "call fit with embeddings of other images, or load a checkpoint of a fitted whitening"
-            raise InvalidValue("nothing has been learned yet", owner, cure=cure)
-        if embeddings.shape[1] != len(self.learned.mean):
-            rule = f"must have the dimension of those it was learned from, {len(self.learned.mean)}"
-            raise InvalidValue(rule, owner, "embeddings", got=embeddings.shape[1])
+            raise InvalidValue("nothing has been learned yet", type(self).__name__, cure=cure)
         if self.learned.mean.device != embeddings.device:
             self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
         return whiten(embeddings, self.learned, self.power)
@@ -319,7 +314,12 @@ class WhiteningOfSums(Whitening):
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         """Raise unless the rows and labels of this process are valid."""
-        raise NotImplementedError
+        check_matrix("embeddings", embeddings, finite=True)
+        if labels is not None:
+            check_integers("labels", labels, len(embeddings), "embeddings", levels=True)
+        from_dim = embeddings.shape[1]
+        if self.dim is not None and self.dim > from_dim:
+            raise InvalidValue(f"must be at most that of the embeddings, {from_dim}", argument="dim", got=self.dim)
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         """Compute the learned values from all rows, in float64; `dtype` is the original dtype of the rows."""
@@ -342,7 +342,7 @@ class PCAWhitening(WhiteningOfSums):
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than their
             dimension, a number is not finite, or a direction that is to be scaled has no variance beyond rounding
-            errors; when called, if nothing has been learned or the dimension differs.
+            errors; when called, if nothing has been learned.
         TypeError: if `dim` is not an integer, or the embeddings are not floating point.
 
     Example:
@@ -371,30 +371,19 @@ class PCAWhitening(WhiteningOfSums):
     def __init__(self, dim: PositiveInt | None = None, power: Fraction = 0.5) -> None:
         super().__init__(dim, power)
 
-    def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_matrix("embeddings", embeddings, finite=True, owner="PCAWhitening")
-        if labels is not None:
-            check_integers("labels", labels, len(embeddings), "embeddings", levels=True, owner="PCAWhitening")
-
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         from_dim = rows.local.shape[1]
         dim = self.dim or from_dim
-        self._check_size(len(rows), from_dim, dim)
+        needed = 2
+        if self.power:  # because n rows vary in at most n - 1 directions
+            needed = dim + 1
+        if len(rows) < needed:
+            rule = f"must have at least {needed} rows to learn {dim} directions from"
+            raise InvalidValue(rule, argument="embeddings", got=len(rows), cure="give more rows, or a smaller dim")
         found = principal_components(rows, dim)
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
         return found
-
-    def _check_size(self, rows: int, from_dim: int, dim: int) -> None:
-        """Raise if `dim` directions cannot be learned from this many rows of this dimension."""
-        if dim > from_dim:
-            raise InvalidValue(f"must be at most that of the embeddings, {from_dim}", "PCAWhitening", "dim", got=dim)
-        needed = 2
-        if self.power:  # because n rows vary in at most n - 1 directions
-            needed = dim + 1
-        if rows < needed:
-            rule = f"must have at least {needed} rows to learn {dim} directions from"
-            raise InvalidValue(rule, "PCAWhitening", "embeddings", got=rows, cure="give more rows, or a smaller dim")
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:
@@ -419,4 +408,4 @@ def _check_variances(variances: Float[Tensor, " dim"], from_dim: int, dtype: tor
     if varying == 0:
         cure = "the rows are all equal"
     rule = f"must vary in each of the {len(variances)} directions that are scaled"
-    raise InvalidValue(rule, "PCAWhitening", "embeddings", got=f"only {varying} in which they do", cure=cure)
+    raise InvalidValue(rule, argument="embeddings", got=f"only {varying} in which they do", cure=cure)

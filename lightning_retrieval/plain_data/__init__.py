@@ -20,6 +20,7 @@ from lightning_retrieval.plain_data.rebuild import arguments_of_file as argument
 from lightning_retrieval.plain_data.rebuild import built as built
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
+from lightning_retrieval.plain_data.rules import IN_PYTHON as IN_PYTHON
 from lightning_retrieval.plain_data.rules import INSTALLED as INSTALLED
 from lightning_retrieval.plain_data.rules import add_named_packages as add_named_packages
 from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data

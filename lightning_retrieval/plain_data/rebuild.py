@@ -23,7 +23,6 @@ from lightning_retrieval.plain_data.rules import (
     find_class,
     is_below,
     is_incomplete,
-    pass_again,
     path_of_part,
 )
 
@@ -115,7 +114,9 @@ def built(path: str, value: Any) -> Any:
         return {key: built(path_of_part(path, key), item) for key, item in value.items()}
     if is_incomplete(value):
         rule = f"was a {value['class_path']} whose constructor arguments are not plain values"
-        raise InvalidValue(rule, argument=path, cure=pass_again(path))
+        argument = path.partition(".")[0].partition("[")[0]
+        cure = f"pass the object again: load_from_checkpoint(path, {argument}=...)"
+        raise InvalidValue(rule, argument=path, cure=cure)
     arguments = built(path, {**value.get("init_args", {}), **(value.get("dict_kwargs") or {})})
     make = _builder(path, value["class_path"])
     if make is not None:

@@ -58,6 +58,9 @@ _LIBRARIES = (
 INSTALLED = frozenset(("dist-packages", "site-packages"))  # names of the folders to which package managers install
 _MAIN = ("__main__", "__mp_main__")  # the user's script, in its process and in spawned processes
 
+# The cure for a part of a file, whether it is a checkpoint, a config or a folder.
+IN_PYTHON = "if you trust it, build the object in Python and pass it"
+
 named_by_user: set[str] = set()  # modules named by the user, not by a file
 
 
@@ -85,7 +88,7 @@ def check_plain_data(path: str, value: Any) -> None:
     elif isinstance(value, str):
         if any(prefix in value.lower().translate(_IGNORED) for prefix in _ADDRESSES):
             rule = "must not be an address, since a file may not choose what is downloaded"
-            raise InvalidValue(rule, argument=path, got=short_repr(value), cure=pass_again(path))
+            raise InvalidValue(rule, argument=path, got=short_repr(value), cure=IN_PYTHON)
     elif not isinstance(value, (int, float, NoneType)):
         raise InvalidType("must be plain data", argument=path, got=f"{short_repr(value)} ({type(value).__name__})")
 
@@ -95,12 +98,6 @@ def path_of_part(path: str, key: object) -> str:
     if key in ("class_path", "init_args", "dict_kwargs"):
         return path
     return f"{path}.{key}".removeprefix(".")
-
-
-def pass_again(path: str) -> str:
-    """The cure for a part of a file that cannot be rebuilt."""
-    argument = path.partition(".")[0].partition("[")[0]
-    return f"pass the object again: load_from_checkpoint(path, {argument}=...)"
 
 
 def is_incomplete(description: Mapping[str, Any]) -> bool:
@@ -146,7 +143,7 @@ def _check_path(path: str, name: Any) -> None:
 def _check_setting(path: str, name: str, value: Any) -> None:
     if (name.startswith(FORBIDDEN) or names_kernels(name, value)) and value:
         rule = "must not be set in a file, since it makes another library run code or read other files"
-        raise InvalidValue(rule, argument=path_of_part(path, name), got=short_repr(value), cure=pass_again(path))
+        raise InvalidValue(rule, argument=path_of_part(path, name), got=short_repr(value), cure=IN_PYTHON)
 
 
 def names_kernels(name: str, value: Any) -> bool:
@@ -160,7 +157,7 @@ def _not_allowed(path: str, name: str) -> InvalidValue:
         "imported",
         argument=path,
         cure=f"if you trust it, import or name its module (in the commands: --import_module "
-        f"{name.rpartition('.')[0]}), or {pass_again(path)}",
+        f"{name.rpartition('.')[0]}), or build the object in Python and pass it",
     )
 
 

@@ -4,11 +4,11 @@ Pillow decodes all formats. torchvision also decodes JPEGs, to tensors, with the
 """
 
 import contextlib
-import errno
 import os
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,7 +19,8 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
-from lightning_retrieval.invalid import Failed, MissingFile
+from lightning_retrieval.checks import first_of
+from lightning_retrieval.invalid import MissingFile
 from lightning_retrieval.preparation.pixels import Pixels, check_colour, to_pixels
 from lightning_retrieval.preparation.prepare import (
     ROTATIONS,
@@ -45,7 +46,6 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
 # Suffixes of pictures in formats that Pillow alone does not decode.
-ARCHIVES = frozenset((".7z", ".gz", ".rar", ".tar", ".tgz", ".zip"))
 UNREAD_PICTURES = frozenset(
     (
         *(".heic", ".heif", ".hif", ".jxl", ".jxr", ".svg", ".svgz", ".eps"),
@@ -70,13 +70,11 @@ class FolderEntries(NamedTuple):
 
     Args:
         folders: the folders in it, and the symbolic links to folders.
-        files: the regular files, and the symbolic links to files, which may be missing.
-        special: FIFOs, sockets and devices, whose reading need never end.
+        files: all others, of which `open_image` opens only regular files, and links to files, which may be missing.
     """
 
     folders: list[Path]
     files: list[Path]
-    special: list[Path]
 
 
 def list_folder(folder: Path) -> FolderEntries:
@@ -89,42 +87,27 @@ def list_folder(folder: Path) -> FolderEntries:
         OSError: if the folder, or what a link in it leads to, cannot be opened.
         FileNotFoundError: if a link without a suffix, as that of a folder, leads to nothing.
     """
-    entries = FolderEntries([], [], [])
+    entries = FolderEntries([], [])
     if not folder.is_dir():
         return entries
-    try:
-        with os.scandir(folder) as found:
-            for entry in found:
-                if not entry.name.startswith("."):
-                    _list_of(entry, entries).append(Path(entry.path))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        rule = f"the folder {folder} cannot be listed ({error.strerror}), so its images would be lost"
-        raise Failed(rule, cure="give the right to read it, or move it away") from None
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith("."):
+                continue
+            kind = entries.folders if entry.is_dir() else entries.files
+            kind.append(Path(entry.path))
+            _check_link(entry)
     return FolderEntries(*map(sorted, entries))
 
 
-def _list_of(entry: "os.DirEntry[str]", entries: FolderEntries) -> list[Path]:
-    """The list that an entry belongs to."""
-    try:
-        if entry.is_dir():
-            return entries.folders
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a link to itself, which whoever reads it reports
-            return entries.files
-        raise
-    if entry.is_file():
-        return entries.files
-    if os.path.exists(entry.path):
-        return entries.special
-    if entry.is_symlink() and not Path(entry.name).suffix:
+def _check_link(entry: "os.DirEntry[str]") -> None:
+    """Raise for a link without a suffix, as that of a folder, that leads to nothing."""
+    if entry.is_symlink() and not Path(entry.name).suffix and not os.path.exists(entry.path):
         raise MissingFile(
             f"the link {entry.path} leads to {os.readlink(entry.path)}, which does not exist, so images would be "
             "lost if it was a folder",
             cure="restore the folder, or remove the link",
         )
-    return entries.files
 
 
 class ImageFiles(NamedTuple):
@@ -132,12 +115,10 @@ class ImageFiles(NamedTuple):
 
     Args:
         paths: the files whose suffix, in lower case, is one of `image_suffixes`.
-        special: the paths with such a suffix that are FIFOs, sockets or devices.
         others: the files with another suffix.
     """
 
     paths: list[str]
-    special: list[str]
     others: list[str]
 
 
@@ -156,18 +137,10 @@ def shown_suffixes(paths: Iterable[str]) -> str:
     for path in paths:
         counts[Path(path).suffix.lower()] += 1
     order = sorted(counts, key=lambda suffix: (suffix not in UNREAD_PICTURES, -counts[suffix], suffix))
-    shown = []
-    for suffix in order[:MOST_SUFFIXES]:
-        shown.append(f"{suffix or 'no suffix'} {counts[suffix]:,}")
-    hidden = len(order) - MOST_SUFFIXES
-    if hidden > 0:
-        shown.append(f"and {hidden:,} more suffixes")
-    sentence = ", ".join(shown)
-    if order and order[0] in UNREAD_PICTURES:
-        sentence += "; convert pictures that Pillow does not decode, to PNG or JPEG"
-    elif ARCHIVES & counts.keys():
-        sentence += "; unpack archives"
-    return sentence
+    shown = first_of([f"{suffix or 'no suffix'} {counts[suffix]:,}" for suffix in order], MOST_SUFFIXES)
+    if UNREAD_PICTURES & counts.keys():
+        shown += "; convert pictures that Pillow does not decode, to PNG or JPEG"
+    return shown
 
 
 def image_files(top: Path) -> ImageFiles:
@@ -183,15 +156,11 @@ def image_files(top: Path) -> ImageFiles:
         OSError: if a folder cannot be opened.
     """
     suffixes = image_suffixes()
-    found = ImageFiles([], [], [])
+    found = ImageFiles([], [])
     for _, entries in walk_folders([top], unlisted=Path(os.path.realpath(top)).parents):
-        for files, images, others in (
-            (entries.files, found.paths, found.others),
-            (entries.special, found.special, []),
-        ):
-            for file in files:
-                kind = images if file.suffix.lower() in suffixes else others
-                kind.append(file.relative_to(top).as_posix())
+        for file in entries.files:
+            kind = found.paths if file.suffix.lower() in suffixes else found.others
+            kind.append(file.relative_to(top).as_posix())
     return ImageFiles(*map(sorted, found))
 
 
@@ -220,50 +189,18 @@ def walk_folders(begin: Iterable[Path], *, unlisted: Iterable[Path]) -> Iterator
 
 
 def read_image(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Image.Image:
-    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+    """An image as `decode` returns it.
 
     Args:
-        path: the file, or its content as a binary stream.
-        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
-        settings: keyword arguments.
-
-            - `load_truncated`: whether a truncated file is decoded as far as possible, with the rest grey.
-            - `boxes_before_rotation`: whether the box is in pixels of the file, before the rotation, instead of pixels
-              of the upright image. For TIFF files there is no difference, because Pillow rotates them itself.
-            - `background`: red, green and blue of the colour behind transparent pixels.
-            - `least_size`: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box,
-              still has at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole
-              pixels. None means the full scale.
-            - `short_side`: the short side to which the image will be resized, for which it must not be too thin; None
-              if it will not be.
-
-    Raises:
-        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
-            pixel values is unknown (see `to_rgb`).
-        Exception: any error of Pillow, if the file cannot be decoded.
+        path: as for `decode`.
+        box: as for `decode`.
+        settings: arguments of `decode` besides `as_pixels`.
     """
-    image: Image.Image = _read(path, box, as_pixels=False, **settings)
+    image: Image.Image = decode(path, box, **settings)
     return image
 
 
-def read_pixels(path: Path | BinaryIO, box: Box | None = None, **settings: Any) -> Pixels:
-    """Like `read_image`, but returns the pixels as a tensor.
-
-    JPEGs in RGB or grey are decoded by torchvision, which is faster, but only at the full scale.
-
-    Args:
-        path: as for `read_image`.
-        box: as for `read_image`.
-        settings: as for `read_image`.
-
-    Raises:
-        Exception: as for `read_image`.
-    """
-    pixels: Pixels = _read(path, box, as_pixels=True, **settings)
-    return pixels
-
-
-def _read(
+def decode(
     path: Path | BinaryIO,
     box: Box | None = None,
     *,
@@ -272,13 +209,34 @@ def _read(
     background: Sequence[int] = WHITE,
     least_size: Size | None = None,
     short_side: int | None = None,
-    as_pixels: bool,
+    as_pixels: bool = False,
 ) -> Any:
-    """The image of `read_image`, or of `read_pixels` if `as_pixels`."""
+    """Decode an image to RGB, rotate it according to its EXIF orientation, and crop it to its box.
+
+    Args:
+        path: the file, or its content as a binary stream.
+        box: left, top, right and bottom in pixels of the image, clipped to the image. None means the whole image.
+        load_truncated: whether a truncated file is decoded as far as possible, with the rest grey.
+        boxes_before_rotation: whether the box is in pixels of the file, before the rotation, instead of pixels of the
+            upright image. For TIFF files there is no difference, because Pillow rotates them itself.
+        background: red, green and blue of the colour behind transparent pixels.
+        least_size: if given, a JPEG may be decoded at a reduced scale at which the upright image, or its box, still has
+            at least this height and width (see `reduce_scale`); the box is then rounded outwards to whole pixels. None
+            means the full scale.
+        short_side: the short side to which the image will be resized, for which it must not be too thin; None if it
+            will not be.
+        as_pixels: whether the result is a tensor (3, height, width) of uint8 instead of a PIL image. JPEGs in RGB or
+            grey are then decoded by torchvision, which is faster, but only at the full scale.
+
+    Raises:
+        ValueError: if the box is outside the image, the image is too thin (see `resized_size`), or the range of the
+            pixel values is unknown (see `to_rgb`).
+        Exception: any error of Pillow, if the file cannot be decoded.
+    """
     with truncated_images(load_truncated), open_image(path) as file:
         divisor = 1
         if least_size is not None and isinstance(file, JpegImageFile):
-            divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
+            divisor = _reduce(file, box, least_size, boxes_before_rotation)
         image: Any = None
         if as_pixels and divisor == 1:
             image = _decoded_jpeg(file)
@@ -325,14 +283,13 @@ class CurrentTransform:
         # The transform without its normalisation; None if the normalisation cannot be separated.
         self.to_uint8: Callable[[Any], Tensor] | None = getattr(transform, "to_uint8", None)
         self.background = check_colour("transform.background", getattr(transform, "background", background))
-        self.read: Callable[..., Image.Image | Pixels] = read_image
-        if getattr(transform, "takes_pixels", False):
-            self.read = read_pixels
-        self.settings = {
-            "background": self.background,
-            "least_size": getattr(transform, "least_size", None),
-            "short_side": getattr(transform, "short_side", None),
-        }
+        self.read: Callable[..., Image.Image | Pixels] = partial(
+            decode,
+            background=self.background,
+            least_size=getattr(transform, "least_size", None),
+            short_side=getattr(transform, "short_side", None),
+            as_pixels=getattr(transform, "takes_pixels", False),
+        )
 
     def __call__(self, image: Any) -> Any:
         return self.current(image)
@@ -366,18 +323,18 @@ def truncated_images(load: bool) -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, *, boxes_before_rotation: bool) -> int:
+def _reduce(file: JpegImageFile, box: Box | None, least_size: Size, boxes_before_rotation: bool) -> int:
     """Make Pillow decode a JPEG at a reduced scale if `least_size` allows; return the divisor of the image's size."""
     is_transposed = orientation(file) in TRANSPOSED
-    if is_transposed:
-        least_size = (least_size[1], least_size[0])  # as stored in the file, before the rotation
-    if box is None:
-        return reduce_scale(file, least_size)
+    height, width = file.height, file.width
     if is_transposed and not boxes_before_rotation:  # the box refers to the upright image
-        left, top, right, bottom = _inside(box, file.height, file.width)
-        return reduce_scale(file, least_size, (right - left, bottom - top))
-    left, top, right, bottom = _inside(box, file.width, file.height)
-    return reduce_scale(file, least_size, (bottom - top, right - left))
+        height, width = width, height
+    if box is not None:
+        left, top, right, bottom = _inside(box, width, height)
+        height, width = bottom - top, right - left
+    if is_transposed and boxes_before_rotation:  # `least_size` refers to the upright image
+        height, width = width, height
+    return reduce_scale(file, least_size, (height, width))
 
 
 def _divided(box: Box, divisor: int) -> Box:

@@ -19,7 +19,7 @@ from lightning_retrieval.backend import TrainerStatus, is_overridden, pl
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.preparation.decoding import CurrentTransform
 from lightning_retrieval.preparation.of_model import ModuleSide
-from lightning_retrieval.preparation.pixels import UNNORMALIZED, check_colour
+from lightning_retrieval.preparation.pixels import UNNORMALIZED
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import (
     Transform,
@@ -60,8 +60,6 @@ class RunPreparation:
         self.settings = dict(settings)
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
-        if "background" in settings:
-            check_colour("background", settings["background"])
         self._serialised: dict[str, Any] | None = None
         self.preparation = Preparation()
         self.train = CurrentTransform(self.preparation)

@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_integer, check_tensor, short_repr
-from lightning_retrieval.invalid import InvalidType, InvalidValue
-from lightning_retrieval.preparation.prepare import FIT, Box, Fill, Size, colour, padded
+from lightning_retrieval.checks import check_integer, short_repr
+from lightning_retrieval.invalid import InvalidValue
+from lightning_retrieval.preparation.prepare import Box, Fill, Size, colour, padded
 
 Pixels = UInt8[Tensor, "channel height width"]
 PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
@@ -38,9 +38,7 @@ def check_colour(name: str, value: Any) -> tuple[int, int, int]:
             return colour(value)  # type: ignore[return-value]
         except ValueError:
             raise InvalidValue(rule, argument=name, got=short_repr(value)) from None
-    if not isinstance(value, (list, tuple)):
-        raise InvalidType(rule, argument=name, got=f"{short_repr(value)} ({type(value).__name__})")
-    if len(value) != 3:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise InvalidValue(rule, argument=name, got=short_repr(value))
     red, green, blue = (check_integer(name, part, 0, 255) for part in value)
     return red, green, blue
@@ -105,20 +103,6 @@ def padded_pixels(pixels: Pixels, frame: Size, fill: Fill) -> PixelsOfNewSize:
     return torch.from_numpy(framed).permute(2, 0, 1)
 
 
-def check_pixels(name: str, pixels: Any) -> None:
-    """Raise unless a tensor holds the pixels of one colour image.
-
-    Args:
-        name: name of the argument.
-        pixels: a tensor.
-    """
-    check_tensor(name, pixels)
-    if pixels.dtype != torch.uint8:
-        raise InvalidType("must be a PIL image or a tensor of uint8", argument=name, got=pixels.dtype)
-    if pixels.ndim != 3 or len(pixels) != 3:
-        raise InvalidValue("must have shape (3, height, width)", argument=name, got=tuple(pixels.shape))
-
-
 def check_size(name: str, value: Any) -> int | Size | None:
     """Check a size, which is a number of pixels, a pair or None, and return the size as plain data.
 
@@ -136,18 +120,3 @@ def check_size(name: str, value: Any) -> int | Size | None:
         )
     height, width = (check_integer(name, side, 1, MOST_PIXELS) for side in value)
     return height, width
-
-
-def check_resize(name: str, value: Any) -> int | Size | Literal["fit"] | None:
-    """Check a size as `check_size` does; it may also be `"fit"`.
-
-    Args:
-        name: name of the argument.
-        value: the size.
-    """
-    if not isinstance(value, str):
-        return check_size(name, value)
-    if value != FIT:
-        rule = "must be a number of pixels, a pair (height, width) or 'fit'"
-        raise InvalidValue(rule, argument=name, got=short_repr(value))
-    return "fit"

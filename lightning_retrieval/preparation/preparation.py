@@ -39,8 +39,6 @@ from lightning_retrieval.preparation.pixels import (
     INTERPOLATIONS,
     Interpolation,
     check_colour,
-    check_pixels,
-    check_resize,
     check_size,
     cropped,
     padded_pixels,
@@ -128,7 +126,8 @@ class Preparation:
     @owned_by("Preparation")
     def __post_init__(self) -> None:
         self._set("image_size", check_size("image_size", self.image_size))
-        self._set("resize", check_resize("resize", self.resize))
+        if self.resize != FIT:
+            self._set("resize", check_size("resize", self.resize))
         check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         self._set("channels", check_choice("channels", self.channels, (1, 3)))
         check_mean = partial(check_finite_number, least=0, most=1)
@@ -173,7 +172,7 @@ class Preparation:
             image: as for a call of the object.
         """
         if self.takes_pixels:
-            pixels = self._pixels(image)
+            pixels = image if isinstance(image, Tensor) else to_pixels(self._in_colours(image))
             pixels = resize_bilinear(pixels, *self._new_size(pixels.shape[1], pixels.shape[2]))
         else:
             converted = self._in_colours(image)
@@ -279,18 +278,10 @@ class Preparation:
             return fitted_size(height, width, self.crop_size)
         return resized_size(height, width, self.resized_to)
 
-    def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
-        """The pixels of the image in RGB."""
-        if not isinstance(image, Tensor):
-            return to_pixels(self._in_colours(image))
-        check_pixels("image", image)
-        return image
-
     def _in_colours(self, given: Any) -> Image.Image:
         """The image in RGB, or in grey for one channel."""
         image = given
         if isinstance(given, Tensor):
-            check_pixels("image", given)
             image = to_image(given)
         elif not isinstance(given, Image.Image):
             rule = "must be a PIL image or a tensor of uint8"

@@ -109,8 +109,7 @@ def prepare(image: Image.Image, about: Mapping[str, Any]) -> NDArray[Any]:
         about: what `read_settings` returns, which is also in the metadata of the ONNX file.
 
     Raises:
-        ValueError: if the range of the pixel values is unknown (see `to_rgb`), or the image comes from a file in a
-            format that `open_image` does not open.
+        ValueError: if the range of the pixel values is unknown (see `to_rgb`).
     """
     settings = about["preparation"]
     target = size_before_crop(settings["image_size"], settings["resize"])
@@ -173,10 +172,11 @@ def open_image(file: Any) -> ImageFile.ImageFile:
 def _check_tiff(image: TiffImageFile) -> None:
     """Raise for a file of which Pillow would give a thumbnail, or other pixels than those in it."""
     tags = image.tag_v2
-    position = image.fp.tell()
-    image.fp.seek(8)
-    is_of_canon = image.fp.read(2) == CANON
-    image.fp.seek(position)
+    file: Any = image.fp
+    position = file.tell()
+    file.seek(8)
+    is_of_canon = file.read(2) == CANON
+    file.seek(position)
     if DNG_VERSION in tags or (SUB_FILES in tags and tags.get(SUBFILE_TYPE, 0) & 1) or is_of_canon:
         raise ValueError("it is a raw photograph, of which Pillow reads a thumbnail; convert it to JPEG or TIFF")
     bits, colours = tags.get(BITSPERSAMPLE, (1,)), tags.get(PHOTOMETRIC_INTERPRETATION)
@@ -195,33 +195,16 @@ def image_formats() -> list[str]:
 
     The program that imports such a package, for example pillow_heif, has decided to trust it.
     """
+    not_opened = _not_opened()
+    return [kind for kind in Image.ID if kind not in not_opened]
+
+
+@functools.cache  # asked for each image
+def _not_opened() -> frozenset[str]:
+    """The formats of Pillow's own readers that are not opened."""
     Image.init()
-    return list(_opened_among(tuple(Image.ID), tuple(Image.OPEN.items())))
-
-
-@functools.cache  # asked for each image, and another package may add a reader at any time
-def _opened_among(kinds: tuple[str, ...], readers: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
-    """Those of some formats in which files are opened, given the reader of each and the function that identifies it."""
-    reader_of = dict(readers)
-    opened = []
-    for kind in kinds:
-        reader, _ = reader_of[kind]
-        if _is_opened(kind, reader):
-            opened.append(kind)
-    return tuple(opened)
-
-
-def _is_opened(kind: str | None, reader: Any) -> bool:
-    """Whether files are opened in a format.
-
-    Args:
-        kind: name of the format.
-        reader: the class of the images, or the function that makes them.
-    """
-    if reader.__module__.startswith("PIL."):
-        return kind in FORMATS
-    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
-    return not is_stub
+    of_pillow = [kind for kind, (reader, _) in Image.OPEN.items() if reader.__module__.startswith("PIL.")]
+    return frozenset(of_pillow).difference(FORMATS)
 
 
 def in_colours(image: Image.Image, channels: int, background: Sequence[int], least_size: Size | None) -> Image.Image:
@@ -236,8 +219,6 @@ def in_colours(image: Image.Image, channels: int, background: Sequence[int], lea
     Raises:
         ValueError: as for `prepare`.
     """
-    if isinstance(image, ImageFile.ImageFile) and not _is_opened(image.format, type(image)):
-        raise ValueError(f"an image must not be a file in the format {image.format}; open it with `open_image`")
     reduce_scale(image, least_size, upright_size(image))
     image = upright(image)
     if image.mode != "RGB" or "transparency" in image.info:
@@ -288,7 +269,7 @@ def colour(value: str | Sequence[int]) -> Sequence[int]:
     return value
 
 
-def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
+def reduce_scale(image: Image.Image, least_size: Size | None, part: Size) -> int:
     """Make Pillow decode a JPEG at the smallest scale at which the image is at least as large as `least_size`.
 
     Other formats, and images that are already decoded, do not change.
@@ -296,15 +277,13 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
     Args:
         image: an image that Pillow has opened but not decoded; its size becomes the reduced size.
         least_size: minimum height and width; None for the full scale.
-        part: height and width of the part of the image to which `least_size` applies; None for the whole image.
+        part: height and width of the image, or of the part of it to which `least_size` applies.
 
     Returns:
         The divisor of the image size: 1, 2, 4 or 8. The reduced size is rounded up.
     """
     if least_size is None or not isinstance(image, JpegImageFile):
         return 1
-    if part is None:
-        part = (image.height, image.width)
     before = image.size
     for divisor in DIVISORS:
         if part[0] >= divisor * least_size[0] and part[1] >= divisor * least_size[1]:

@@ -8,7 +8,6 @@
 Code is imported only if the caller names it.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +79,11 @@ def recorded_preparation(serialised: Any) -> Preparation | None:
         ValueError: if the data describe neither.
     """
     try:
-        if "function" in serialised and isinstance(serialised["function"], (str, type(None))):
+        ((kind, value),) = serialised.items()
+        if kind == "function" and isinstance(value, (str, type(None))):
             return None
         return Preparation(**serialised["preparation"])
-    except (TypeError, ValueError, LookupError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
         rule = "the recorded `transform` must describe a preparation of images, or name a function"
         raise InvalidValue(rule, got=f"{short_repr(serialised)} ({first_line(error)})") from None
 
@@ -124,7 +124,8 @@ def _requested_function(recorded: str | None, requested: str | None) -> Transfor
     if not is_same:
         rule = f"must be the one that the model was evaluated with, {shown}"
         raise InvalidValue(rule, argument="transform", got=repr(requested))
-    return _imported_function(requested)
+    function: Transform = load_function("transform", requested)
+    return function
 
 
 def named_transform(name: str) -> Transform:
@@ -142,14 +143,6 @@ def named_transform(name: str) -> Transform:
         names = ", ".join(map(repr, Preparation.NAMES))
         rule = f"must be one of {names}, or the name of a function such as 'package.function'"
         raise InvalidValue(rule, argument="transform", got=short_repr(name))
-    return _imported_function(name)
-
-
-def _imported_function(name: str) -> Transform:
-    """Import the function that the caller has named, but nothing of Python's standard library: it has no transforms."""
-    if name.split(".")[0] in sys.stdlib_module_names:
-        rule = "must name a function of yours from a PIL image to a tensor"
-        raise InvalidValue(rule, argument="transform", got=f"{name!r}, which is part of Python")
     function: Transform = load_function("transform", name)
     return function
 
@@ -162,8 +155,6 @@ def shown_transform(serialised: dict[str, Any]) -> str:
     """
     if "function" in serialised:
         return serialised["function"] or _UNKNOWN
-    if "preparation" not in serialised:
-        return short_repr(serialised)
     preparation = Preparation(**serialised["preparation"])
     for name in Preparation.NAMES:
         if Preparation.named(name) == preparation:

@@ -5,10 +5,8 @@ Only the sizes of images change: copies have the paths, the format and the colou
 
 import io
 import os
-import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer, first_line
-from lightning_retrieval.files import is_temporary, new_file, writing
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.paths import check_path
@@ -26,8 +24,8 @@ from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
 from lightning_retrieval.progress import Progress
 
-RECORD = ".shrunk"  # name of the file in the folder of the copies that holds their size
-QUALITY = 95  # of JPEG and WebP files
+RECORD = ".shrunk-"  # begin of the name of a file in the folder of the copies, which ends with their size
+QUALITY = 95  # of JPEG, WebP and AVIF files
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "TGA", "JPEG2000", "AVIF")  # in which copies are written
 OTHER_FORMATS = {"MPO": "JPEG"}  # format of the copy of an image of several pictures
 PALETTES = {"P": "RGB", "PA": "RGBA", "1": "L"}  # the modes in which pixels can be averaged
@@ -48,7 +46,7 @@ def shrink_images(
 
     Args:
         images: the folder, which is searched at any depth.
-        output: the folder of the copies, which is new or was begun by this function.
+        output: the folder of the copies, which is new or was begun by this function with the same `size`.
         size: the shorter side of the copies, in pixels.
         workers: number of threads; if None, one for each core.
 
@@ -57,21 +55,15 @@ def shrink_images(
 
     Raises:
         FileNotFoundError: if `images` is not a folder.
-        ValueError: if there is no image, `output` holds anything else or copies of another size, or one of the two
-            folders is in the other.
+        ValueError: if there is no image, or `output` holds anything else or is in `images`.
         OSError: if a copy cannot be written.
     """
     check_integer("size", size, 1, MOST_PIXELS)
-    if workers is not None:
-        check_integer("workers", workers, 1)
     images, output = folder_of_images(images), check_path("output", output)
-    if _is_inside(images, output) or _is_inside(output, images):
-        rule = "must be a folder that is neither in the folder of the images nor around it"
-        raise InvalidValue(rule, argument="output", got=output)
     paths = image_files(images).paths
     if not paths:
         raise InvalidValue("must be a folder of images", argument="images", got=f"{images}, which holds no image")
-    _begin(output, size)
+    _begin(images, output, size)
     counts, skipped = Counter[str](), {}
     with (
         warnings.catch_warnings(),
@@ -80,44 +72,32 @@ def shrink_images(
     ):
         warnings.simplefilter("ignore")  # Pillow warns about the metadata of some files
         try:
-            for path, result in _in_blocks(pool, partial(_shrink_image, images, output, size), paths):
-                if result in OUTCOMES:
-                    counts[result] += 1
-                else:
-                    skipped[path] = result
-                progress.update(1)
+            for begin in range(0, len(paths), BLOCK):
+                block = paths[begin : begin + BLOCK]
+                for path, result in zip(block, pool.map(partial(_shrink_image, images, output, size), block)):
+                    if result in OUTCOMES:
+                        counts[result] += 1
+                    else:
+                        skipped[path] = result
+                    progress.update(1)
         finally:
             pool.shutdown(cancel_futures=True)
     return counts, skipped
 
 
-def _in_blocks(pool: ThreadPoolExecutor, work: Any, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each path and the result of the work on it, in order."""
-    for start in range(0, len(paths), BLOCK):
-        block = paths[start : start + BLOCK]
-        yield from zip(block, pool.map(work, block))
+def _begin(images: Path, output: Path, size: int) -> None:
+    """Make the folder of the copies, and the file whose name has their size; raise if the folder is another one."""
+    record = output / f"{RECORD}{size}"
+    if _is_inside(output, images) or (not record.exists() and output.exists() and any(output.iterdir())):
+        rule = "must be a new folder outside of the images, or one that this command began with the same size"
+        raise InvalidValue(rule, argument="output", got=output)
+    output.mkdir(parents=True, exist_ok=True)
+    record.touch()
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """Whether a path is a folder or lies in it, after all symbolic links are followed."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-
-def _begin(output: Path, size: int) -> None:
-    """Record the size of the copies in their folder; raise unless the folder is new, empty or of this size."""
-    record = output / RECORD
-    if not record.is_file():
-        # A kill while the record is written leaves a temporary file.
-        if output.exists() and not (output.is_dir() and all(map(is_temporary, output.iterdir()))):
-            rule = "must be a new folder, or one that this command began"
-            raise InvalidValue(rule, argument="output", got=f"{output}, which holds something else")
-        output.mkdir(parents=True, exist_ok=True)
-        with new_file(record) as file:
-            file.write(str(size).encode())
-    recorded = record.read_text(encoding="utf-8", errors="replace").strip()
-    if recorded != str(size):
-        rule = f"must be that of {output}, {recorded[:20]}"
-        raise InvalidValue(rule, argument="size", got=size, cure="give another folder for another size")
 
 
 def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
@@ -130,17 +110,13 @@ def _shrink_image(images: Path, output: Path, size: int, path: str) -> str:
             return f"a link leads out of {folder}"
     try:
         with open_image(source) as image:
-            content = _encoded(image, size)
+            smaller = _encoded(image, size)
     except Exception as error:  # the decoders do not document the types of their errors
         return first_line(error)
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing(target), new_file(target) as file:
-        if content is not None:
-            file.write(content)
-            return RESIZED
-        with source.open("rb") as stream:
-            shutil.copyfileobj(stream, file)
-    return COPIED
+        file.write(smaller or source.read_bytes())
+    return RESIZED if smaller else COPIED
 
 
 def _encoded(image: Any, size: int) -> bytes | None:
@@ -148,14 +124,11 @@ def _encoded(image: Any, size: int) -> bytes | None:
     kind = OTHER_FORMATS.get(image.format, image.format)
     height, width = upright_size(image)
     scale = size / min(height, width)
-    if scale >= 1 or kind not in FORMATS or kind not in Image.SAVE:
+    if scale >= 1 or kind not in FORMATS:
         image.load()  # raises for a damaged file
         return None
     new_size = max(size, round(width * scale)), max(size, round(height * scale))
     reduce_scale(image, (2 * new_size[1], 2 * new_size[0]), (height, width))
-    settings: dict[str, Any] = {"icc_profile": image.info.get("icc_profile")}
-    if kind in ("JPEG", "WEBP"):
-        settings["quality"] = QUALITY
     whole = upright(image)
     mode = PALETTES.get(whole.mode, whole.mode)
     if "transparency" in whole.info:
@@ -164,7 +137,7 @@ def _encoded(image: Any, size: int) -> bytes | None:
     resized.info = {}  # nothing else of the image's metadata is written
     stream = io.BytesIO()
     try:
-        resized.save(stream, kind, **settings)
-    except (OSError, ValueError):  # the format does not have this mode
+        resized.save(stream, kind, quality=QUALITY, icc_profile=image.info.get("icc_profile"))
+    except (KeyError, OSError, ValueError):  # the format does not have this mode, or this Pillow not the format
         return None
     return stream.getvalue()

@@ -7,20 +7,18 @@ A complete shard gets its final name in one atomic step, so the existence of the
 run that continues looks for missing files; no other record is needed. Programs that read folders of Parquet files
 ignore names that begin with `_` or `.`, so they can read the folder as one table.
 
-A Parquet file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D
-float32 or float16), and a checksum of each page. In the format npy, a shard is a .npy file of shape (rows, D) and a
-JSON file of the same name with all other data.
+A file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D float32 or
+float16), and a checksum of each page. `read_embeddings` returns the whole folder as arrays.
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int64
@@ -33,21 +31,18 @@ from lightning_retrieval.files import (
     is_lock,
     is_system_error,
     is_temporary,
-    remove,
     write_verified,
     writing,
 )
-from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.formats import EMBEDDINGS
 
-FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
 FORMAT, MANIFEST, LOCK = EMBEDDINGS, EMBEDDINGS.name, "_lock"
 SHARD_SIZE = 10_000  # default number of rows of a shard
-SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
-UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a Parquet file
+SETTINGS = ("dim", "shard_size", "dtype", "precision")
+UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a file
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,11 @@ class ShardRows:
     image_files: str = ""
 
 
-def check_unicode(texts: Iterable[str]) -> None:
-    """Raise, before anything is embedded, if Parquet files cannot hold a path or a label.
+def check_unicode(argument: str, texts: Iterable[str]) -> None:
+    """Raise, before anything is embedded, if neither Parquet files nor Milvus can hold a path or a label.
 
     Args:
+        argument: what the texts are, for the message.
         texts: paths of images, or labels.
 
     Raises:
@@ -84,98 +80,72 @@ def check_unicode(texts: Iterable[str]) -> None:
     """
     for text in texts:
         if not text.isascii() and text.encode(errors="ignore").decode() != text:
-            rule = "the paths and labels of images must be valid Unicode in Parquet files"
-            raise InvalidValue(rule, got=repr(text), cure="rename the file or folder, or choose the format npy")
+            cure = "rename the file or folder"
+            raise InvalidValue("must be valid Unicode", argument=argument, got=repr(text), cure=cure)
 
 
-def write_parquet(rows: ShardRows, stream: DigestStream) -> None:
-    """Write the Parquet file of a shard."""
+def _schema(dim: int, dtype: str) -> Any:
+    """The schema of a file, without metadata."""
+    import pyarrow
+
+    columns = {
+        "id": pyarrow.int64(),
+        "path": pyarrow.string(),
+        "label": pyarrow.string(),
+        "embedding": pyarrow.list_(pyarrow.from_numpy_dtype(dtype), dim),
+    }
+    return pyarrow.schema(columns)
+
+
+def _write_rows(rows: ShardRows, schema: Any, stream: DigestStream) -> None:
     import pyarrow.parquet
 
-    dim = rows.embeddings.shape[1]
     values = pyarrow.array(rows.embeddings.reshape(-1))
-    columns = {
-        "id": pyarrow.array(rows.ids),
-        "path": pyarrow.array(rows.paths, pyarrow.string()),
-        "label": pyarrow.array(rows.labels, pyarrow.string()),
-        "embedding": pyarrow.FixedSizeListArray.from_arrays(values, dim),
-    }
+    embeddings = pyarrow.FixedSizeListArray.from_arrays(values, rows.embeddings.shape[1])
     metadata = {UNREADABLE: json.dumps(rows.unreadable), ORIGIN: rows.origin, IMAGE_FILES: rows.image_files}
-    table = pyarrow.table(columns).replace_schema_metadata(metadata)
+    columns = [rows.ids, rows.paths, rows.labels, embeddings]
+    table = pyarrow.table(columns, schema=schema.with_metadata(metadata))
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, compression="zstd", use_dictionary=["label"], write_page_checksum=True)
     stream.write(buffer.getvalue())
 
 
-def read_parquet(path: Path) -> ShardRows:
-    """Read the Parquet file of a shard and verify its checksums."""
+def _read_rows(file: Path, schema: Any) -> ShardRows:
+    """Read a file and verify its checksums.
+
+    Raises:
+        ValueError: if it has other columns.
+    """
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path, page_checksum_verification=True, memory_map=False)
+    table = pyarrow.parquet.read_table(file, page_checksum_verification=True, memory_map=False)
+    if not table.schema.equals(schema):
+        raise ValueError("it has other columns than a file of embeddings")
     return ShardRows(
         table.column("id").to_numpy(),
-        _embeddings(table),
+        _matrix(table),
         table.column("path").to_pylist(),
         table.column("label").to_pylist(),
-        _pairs(json.loads(table.schema.metadata[UNREADABLE])),
+        _pairs(table.schema.metadata),
         table.schema.metadata[ORIGIN].decode(),
         table.schema.metadata[IMAGE_FILES].decode(),
     )
 
 
-def read_parquet_embeddings(path: Path) -> Float[np.ndarray, "rows dim"]:
-    """Read only the embeddings of the Parquet file of a shard, without verifying checksums."""
-    import pyarrow.parquet
-
-    return _embeddings(pyarrow.parquet.read_table(path, columns=["embedding"], memory_map=False))
-
-
-def _embeddings(table: Any) -> Float[np.ndarray, "rows dim"]:
+def _matrix(table: Any) -> Float[np.ndarray, "rows dim"]:
     column = table.column("embedding").combine_chunks()
     return np.array(column.flatten()).reshape(-1, column.type.list_size)  # a writable copy
 
 
-def write_json(rows: ShardRows, stream: DigestStream) -> None:
-    """Write the JSON file of a shard: all data except the embeddings, and the checksum of the embeddings."""
-    content = {
-        "ids": rows.ids.tolist(),
-        "paths": rows.paths,
-        "labels": rows.labels,
-        "unreadable": rows.unreadable,
-        "origin": rows.origin,
-        "image_files": rows.image_files,
-        "sha256": _digest(rows.embeddings),
-    }
-    stream.write(json.dumps(content).encode())
-
-
-def read_npy(path: Path) -> ShardRows:
-    """Read the .npy file and the JSON file of a shard, and verify the checksum.
-
-    Raises:
-        ValueError: if the checksum is wrong.
-    """
-    embeddings = np.load(path)
-    content: Mapping[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    if _digest(embeddings) != content["sha256"]:
-        raise ValueError("the checksum of its embeddings is wrong")
-    ids = np.array(content["ids"], dtype=np.int64)
-    unreadable, image_files = _pairs(content["unreadable"]), content["image_files"]
-    return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
-
-
-def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:
-    return [(path, reason) for path, reason in listed]
+def _pairs(metadata: Mapping[bytes, bytes]) -> list[tuple[str, str]]:
+    """Path and reason of each image that could not be read."""
+    return [(path, reason) for path, reason in json.loads(metadata[UNREADABLE])]
 
 
 def _state(file: Path) -> tuple[int, int, int]:
     """What changes if a file is replaced or written again."""
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(embeddings).data).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -189,7 +159,6 @@ class EmbeddingManifest:
         preparation: plain values that describe the preparation of an image for the network.
         dim: D, the dimension of an embedding; 0 if D is unknown before the first embedding.
         shard_size: number of images of a shard; the last shard may be smaller.
-        file_format: `"parquet"` or `"npy"`.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`.
         precision: precision of the network, as named by Lightning.
         about: plain values that are stored for an index, such as the path of the checkpoint.
@@ -201,7 +170,6 @@ class EmbeddingManifest:
     preparation: Mapping[str, Any]
     dim: int
     shard_size: int = SHARD_SIZE
-    file_format: str = FILE_FORMATS[0]
     dtype: str = DTYPES[0]
     precision: str = "32-true"
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -271,13 +239,10 @@ class EmbeddingFolder:
         """
         path = check_path("embeddings", path)
         folder = cls(path, _read_manifest(path))
-        present = len(list(path.glob(f"part-*.{folder.manifest.file_format}")))
-        all_shards = range(min(len(folder), present + 1))  # a manifest may claim any number of them
-        names = [folder._file(shard).name for shard in all_shards if not folder._file(shard).is_file()]
+        names = [folder._file(shard).name for shard in folder.missing()]
         if names:
-            missing = len(folder) - len(all_shards) + len(names)
             raise InvalidValue(
-                f"{path} must hold all embeddings, but {missing} of its {len(folder)} shards are missing "
+                f"{path} must hold all embeddings, but {len(names)} of its {len(folder)} shards are missing "
                 f"({first_of(names)})",
                 cure="run the command that writes it again, which continues",
             )
@@ -334,14 +299,8 @@ class EmbeddingFolder:
             rule = "must be a type that the embeddings fit into"
             got = f"{dtype} for numbers up to {largest:.3g}"
             raise InvalidValue(rule, argument="dtype", got=got, cure=f"use {DTYPES[0]}")
-        embeddings = np.ascontiguousarray(rows.embeddings, dtype)
-        rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
-        if self.manifest.file_format == "npy":
-            remove(self._file(shard))  # an older file, which would not match the new JSON file
-            write_verified(self._file(shard, ".json"), partial(write_json, rows))
-            write_verified(self._file(shard), partial(np.save, arr=embeddings))
-        else:
-            write_verified(self._file(shard), partial(write_parquet, rows))
+        rows = replace(rows, embeddings=np.ascontiguousarray(rows.embeddings, dtype), origin=self._origin(shard))
+        write_verified(self._file(shard), partial(_write_rows, rows, self._schema()))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -354,12 +313,8 @@ class EmbeddingFolder:
             raise InvalidValue(f"{file} is missing", cure="run the command that wrote it again, which continues")
         with self._named(file):
             state = _state(file)  # from before the file is read, so that a later change is noticed
-            if self.manifest.file_format == "npy":
-                rows = read_npy(file)
-            else:
-                rows = read_parquet(file)
-            _check_rows(rows)
-        if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
+            rows = _read_rows(file, self._schema())
+        if rows.origin != self._origin(shard):
             raise InvalidValue(
                 f"{file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, but holds "
                 "embeddings of another model, of other images, or another shard",
@@ -379,10 +334,9 @@ class EmbeddingFolder:
             rule = f"{file} must not change while the embeddings are used, but was removed or replaced"
             raise InvalidValue(rule, cure="run the command again")
         with self._named(file):
-            if self.manifest.file_format == "npy":
-                embeddings: Float[np.ndarray, "rows dim"] = np.load(file)
-                return embeddings
-            return read_parquet_embeddings(file)
+            import pyarrow.parquet
+
+            return _matrix(pyarrow.parquet.read_table(file, columns=["embedding"], memory_map=False))
 
     @contextmanager
     def _named(self, file: Path) -> Iterator[None]:
@@ -395,54 +349,11 @@ class EmbeddingFolder:
             if file.stat().st_size == 0:
                 raise ValueError("it is empty")
             yield
-        except Exception as error:  # pyarrow and NumPy raise errors of many types for damaged files
+        except Exception as error:  # pyarrow raises errors of many types for damaged files
             if is_system_error(error):
                 raise
             cure = "delete it, and run the command that wrote it again, which keeps the others"
             raise InvalidValue(f"{file} is damaged ({first_line(error)})", cure=cure) from None
-
-    def labelled(
-        self, name: str, labels: Mapping[str, str] | None = None
-    ) -> tuple[Float32[np.ndarray, "rows dim"], Int64[np.ndarray, " rows"]]:
-        """Read all embeddings, and a number for the label of each.
-
-        Args:
-            name: name of the argument that gives the folder, for error messages.
-            labels: the label of each path; if None, the labels in the files.
-
-        Raises:
-            ValueError: if a file is missing or damaged, or a row has no label or is not finite.
-
-        Cost:
-            Memory for 8 D bytes for each row, and 4 D bytes of them afterwards.
-        """
-        embeddings = [np.zeros((0, self.manifest.dim), np.float32)]
-        paths: list[str] = []
-        found: list[str | None] = []
-        for shard in range(len(self)):
-            rows = self.read(shard)
-            embeddings.append(rows.embeddings.astype(np.float32))
-            paths += rows.paths
-            if labels is None:
-                found += rows.labels
-            else:
-                found += map(labels.get, rows.paths)
-        unlabelled = [path for path, label in zip(paths, found) if label is None]
-        given, cure = name, "embed a table with the columns image and label"
-        if labels is not None:
-            images = Path(str(self.manifest.about.get("images")))
-            given, cure = "labels", cure_of_names(labels, paths, images) or "add their rows to the table"
-        if unlabelled or not found:
-            got = f"{self.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
-            raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)
-        rows_of_all = np.concatenate(embeddings)
-        invalid = [paths[row] for row in np.flatnonzero(~np.isfinite(rows_of_all).all(axis=1))]
-        if invalid:
-            rule = "must hold finite numbers"
-            got = f"{self.path}, in which {len(invalid)} of {len(found)} rows have NaN or inf ({first_of(invalid)})"
-            raise InvalidValue(rule, argument=name, got=got, cure="embed these images with another model")
-        numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
-        return rows_of_all, np.array([numbers[label] for label in found])
 
     def unreadable(self) -> list[tuple[str, str]]:
         """Path and reason of each image that could not be read, from all complete shards.
@@ -478,13 +389,10 @@ class EmbeddingFolder:
         """The unreadable images of a shard and the digest of its image files, read without the rows."""
         file = self._file(shard)
         with self._named(file):
-            if self.manifest.file_format == "npy":
-                content = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-                return _pairs(content["unreadable"]), content["image_files"]
             import pyarrow.parquet
 
             metadata = pyarrow.parquet.read_schema(file).metadata
-            return _pairs(json.loads(metadata[UNREADABLE])), metadata[IMAGE_FILES].decode()
+            return _pairs(metadata), metadata[IMAGE_FILES].decode()
 
     def _origin(self, shard: int) -> str:
         """The origin recorded in a shard's file: a digest of how the embeddings were made, and the shard's number."""
@@ -493,9 +401,11 @@ class EmbeddingFolder:
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{digest} {shard}"
 
-    def _file(self, shard: int, suffix: str = "") -> Path:
-        """The file of a shard with this suffix; by default the file that is written last and completes the shard."""
-        return self.path / f"part-{shard:05d}{suffix or '.' + self.manifest.file_format}"
+    def _schema(self) -> Any:
+        return _schema(self.manifest.dim, self.manifest.dtype)
+
+    def _file(self, shard: int) -> Path:
+        return self.path / f"part-{shard:05d}.parquet"
 
 
 def check_output(path: Path) -> None:
@@ -515,38 +425,12 @@ def check_output(path: Path) -> None:
     raise InvalidValue(rule, argument="output", got=f"{path}, which is something else", cure="give another path")
 
 
-def _check_rows(rows: ShardRows) -> None:
-    """Raise ValueError unless there is an id, a path and a label or None for each row of a matrix of numbers."""
-    counts = {len(column) for column in (rows.embeddings, rows.ids, rows.paths, rows.labels)}
-    shapes = rows.embeddings.ndim, rows.ids.ndim
-    texts = [*rows.paths, rows.origin, rows.image_files, *itertools.chain.from_iterable(rows.unreadable)]
-    if len(counts) > 1 or shapes != (2, 1) or rows.embeddings.dtype.kind != "f" or rows.ids.dtype.kind != "i":
-        raise ValueError("it must have an id, a path and a label for each embedding")
-    if not all(isinstance(text, str) for text in [*texts, *filter(None, rows.labels)]):
-        raise ValueError("its paths and labels must be texts")
-    PackedStrings(rows.paths)  # raises for a half of a character
-
-
 def _read_manifest(path: Path) -> EmbeddingManifest:
-    values = FORMAT.read(path)
     try:
-        manifest = EmbeddingManifest(**values)
-        _check_kinds(manifest)
+        return EmbeddingManifest(**FORMAT.read(path))
     except TypeError:
         rule = f"{path / MANIFEST} must be a manifest of embeddings that this release can read"
         raise InvalidValue(rule, got="other entries", cure="give another folder") from None
-    return manifest
-
-
-def _check_kinds(manifest: EmbeddingManifest) -> None:
-    """Raise TypeError if a field of a manifest has a wrong type or a value that this library does not write."""
-    counts = (manifest.images, manifest.dim, manifest.shard_size - 1)
-    texts = (manifest.images_sha256, manifest.model_sha256, manifest.precision)
-    is_valid = min(counts) >= 0 and manifest.file_format in FILE_FORMATS and manifest.dtype in DTYPES
-    for values, kind in ((counts, int), (texts, str), ((manifest.preparation, manifest.about), dict)):
-        is_valid = is_valid and all(type(value) is kind for value in values)
-    if not is_valid:
-        raise TypeError
 
 
 def _check_same(path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
@@ -568,3 +452,105 @@ def _check_same(path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest)
         rule = "must be a new folder or one that the same command began"
         got = f"{path}, which holds embeddings {what}"
         raise InvalidValue(rule, argument="output", got=got, cure="give another path")
+
+
+class StoredEmbeddings(NamedTuple):
+    """The rows of a folder of embeddings, in the order of the images.
+
+    Args:
+        embeddings: float32 or float16, as in the files.
+        ids: the position of each image in the list that was embedded, or the id that the data set gave it.
+        paths: the path of each image; "" if it has none.
+        labels: the label of each image; None if it is not known.
+    """
+
+    embeddings: Float[np.ndarray, "rows dim"]
+    ids: Int64[np.ndarray, " rows"]
+    paths: list[str]
+    labels: list[str | None]
+
+
+def read_embeddings(folder: str | Path) -> StoredEmbeddings:
+    """Read a folder of embeddings as NumPy arrays, with paths and labels.
+
+    Args:
+        folder: a folder that `lightning-retrieval embed`, `predict` or `EmbeddingWriter` wrote completely.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings.
+        ValueError: if a file is missing or damaged.
+
+    Example:
+        >>> import pytorch_lightning as pl, torch
+        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss, read_embeddings
+        >>> from lightning_retrieval.callbacks import EmbeddingWriter
+        >>> quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("vectors"), **quiet)
+        >>> module = RetrievalModule(torch.nn.Linear(8, 4), SmoothAPLoss())
+        >>> trainer.predict(module, torch.utils.data.DataLoader(torch.randn(10, 8)), return_predictions=False)
+        >>> read_embeddings("vectors").embeddings.shape
+        (10, 4)
+
+    Cost:
+        Memory for all rows, and for a moment twice that.
+
+    Relations:
+        Any program that reads Parquet can read the folder as one table. `lightning-retrieval index --embeddings` reads
+        one file at a time.
+    """
+    path = check_path("folder", folder, owner="read_embeddings")
+    with owned_by("read_embeddings"):
+        return all_rows(EmbeddingFolder.load(path))
+
+
+def all_rows(folder: EmbeddingFolder) -> StoredEmbeddings:
+    """The rows of all shards.
+
+    Raises:
+        ValueError: if a file is missing or damaged.
+    """
+    embeddings = [np.zeros((0, folder.manifest.dim), folder.manifest.dtype)]
+    ids = [np.zeros(0, np.int64)]
+    paths: list[str] = []
+    labels: list[str | None] = []
+    for shard in range(len(folder)):
+        rows = folder.read(shard)
+        embeddings.append(rows.embeddings)
+        ids.append(rows.ids)
+        paths += rows.paths
+        labels += rows.labels
+    return StoredEmbeddings(np.concatenate(embeddings), np.concatenate(ids), paths, labels)
+
+
+def labelled_rows(
+    folder: EmbeddingFolder, name: str, labels: Mapping[str, str] | None = None
+) -> tuple[Float32[np.ndarray, "rows dim"], Int64[np.ndarray, " rows"]]:
+    """All embeddings of a folder, and a number for the label of each.
+
+    Args:
+        folder: the folder.
+        name: name of the argument that gives the folder, for error messages.
+        labels: the label of each path; if None, the labels in the files.
+
+    Raises:
+        ValueError: if a file is missing or damaged, or a row has no label or is not finite.
+    """
+    stored = all_rows(folder)
+    found, given, cure = stored.labels, name, "embed a table with the columns image and label"
+    if labels is not None:
+        found, given = list(map(labels.get, stored.paths)), "labels"
+    unlabelled = [path for path, label in zip(stored.paths, found) if label is None]
+    if labels is not None:
+        images = Path(str(folder.manifest.about.get("images")))
+        cure = cure_of_names(labels, stored.paths, images) or "add their rows to the table"
+    if unlabelled or not found:
+        got = f"{folder.path}, in which {len(unlabelled)} of {len(found)} have none ({first_of(unlabelled)})"
+        raise InvalidValue("must have a label for each image", argument=given, got=got, cure=cure)
+    embeddings = stored.embeddings.astype(np.float32, copy=False)
+    invalid = [stored.paths[row] for row in np.flatnonzero(~np.isfinite(embeddings).all(axis=1))]
+    if invalid:
+        rule = "must hold finite numbers"
+        got = f"{folder.path}, in which {len(invalid)} of {len(found)} rows have NaN or inf ({first_of(invalid)})"
+        raise InvalidValue(rule, argument=name, got=got, cure="embed these images with another model")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(found))}
+    return embeddings, np.array([numbers[label] for label in found])

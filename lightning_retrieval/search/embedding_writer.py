@@ -4,14 +4,13 @@ Each process embeds the images of some of the missing files, and loads only thes
 """
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -52,7 +51,7 @@ class LoadedSet:
         self.dataset = dataset
         self.about = about
         self.index = _index_of(dataset)
-        self.begin([])
+        self._batches: Iterator[list[int]] = iter([])
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
         """Yield the path and the box of each image, or its position if the data set has no paths, and its label."""
@@ -72,15 +71,9 @@ class LoadedSet:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
-    def begin(self, ranges: Sequence[range], *, needs_ids: bool = False) -> None:
-        """Set the positions of the images whose embeddings will follow, in this order.
-
-        Args:
-            ranges: the positions.
-            needs_ids: whether a sampler chooses the images, so that only ids tell which images they are.
-        """
-        self._expected: Iterator[int] = chain.from_iterable(ranges)
-        self._needs_ids = needs_ids
+    def begin(self, batches: Iterable[list[int]]) -> None:
+        """Set the positions of the images of each batch whose embeddings will follow."""
+        self._batches = iter(batches)
 
     def dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
@@ -95,57 +88,31 @@ class LoadedSet:
             if values is not None and len(values) != len(embeddings):
                 rule = f"must have one entry for each row of `embeddings` {tuple(embeddings.shape)}"
                 raise InvalidValue(rule, argument=name, got=tuple(values.shape))
-        if self._needs_ids and outputs.get("ids") is None:
-            raise InvalidValue(
-                "must return `ids`, the index of each image in the data set, if a sampler chooses the images or "
-                "their order",
-                argument="predict_step",
-                got="none",
-                cure="let the batches hold ids, or leave out `sampler` and `shuffle`",
-            )
         dim: int = embeddings.shape[1]
         return dim
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
-        embeddings = kept_rows(outputs["embeddings"].float()).cpu()
-        count = len(embeddings)
-        ids = outputs.get("ids")
-        if ids is None:
-            self._expected, ahead = tee(self._expected)
-            ids = torch.tensor(list(islice(ahead, count)))
-        ids = kept_integers(ids).cpu()
-        labels = _label_texts(outputs.get("labels"), self.index, count)
-        if self.index is None:
-            positions = list(islice(self._expected, count))
-            collector.add(positions, ShardRows(ids.numpy(), embeddings.numpy(), [""] * count, labels))
-            return
-        skipped = set(self.dataset.skipped)
-        for row, position in enumerate(ids.tolist()):
-            path = self.index.paths[position]
-            if path in skipped:  # a black image, which replaces a batch without a readable image
-                continue
-            self._skip_to(position, skipped, collector)
-            part = slice(row, row + 1)
-            rows = ShardRows(ids[part].numpy(), embeddings[part].numpy(), [path], labels[part])
-            collector.add([position], rows)
-
-    def finish(self, collector: ShardCollector) -> None:
-        """Record the skipped images after the last row."""
+        positions = next(self._batches)
+        embeddings = kept_rows(outputs["embeddings"].float()).cpu().numpy()
+        labels = _label_texts(outputs.get("labels"), self.index, len(embeddings))
+        ids = np.array(positions, np.int64)
+        if outputs.get("ids") is not None:
+            ids = kept_integers(outputs["ids"]).cpu().numpy()
+        paths = [""] * len(ids)
+        unreadable: list[tuple[str, str]] = []
         if self.index is not None:
-            self._skip_to(None, set(self.dataset.skipped), collector)
-
-    def _skip_to(self, position: int | None, skipped: set[str], collector: ShardCollector) -> None:
-        """Record the expected images before a position as unreadable; raise if one of these images was not skipped."""
-        for between in self._expected:
-            if between == position:
-                return
-            path = self.index.paths[between]
-            if path not in skipped:
-                rule = "images must come in the order of their ids"
-                got = f"{position} instead of {between}"
-                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle, and gives all images")
-            collector.add_unreadable(between, path, "skipped by the data module")
+            skipped = set(self.dataset.skipped)
+            # A batch without a readable image holds a black image, which has no row.
+            kept = [row for row, position in enumerate(ids.tolist()) if self.index.paths[position] not in skipped]
+            ids, embeddings, labels = ids[kept], embeddings[kept], [labels[row] for row in kept]
+            paths = [self.index.paths[position] for position in ids.tolist()]
+            of_batch = [self.index.paths[position] for position in positions]
+            unreadable = [(path, "skipped by the data module") for path in of_batch if path in skipped]
+        if len(ids) != len(embeddings) or len(ids) + len(unreadable) != len(positions):
+            rule = f"must have one row for each of the {len(positions)} images of a batch"
+            raise InvalidValue(rule, argument="embeddings", got=len(embeddings))
+        collector.add(positions[0], ShardRows(ids, embeddings, paths, labels, unreadable))
 
 
 def describe_prediction(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
@@ -219,7 +186,7 @@ KEPT = (
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader yields all images of a data set once and in order. Only such images are cut into shards.
+    """Whether a loader yields all images of a data set once and in order.
 
     In a prediction, Lightning ignores `drop_last` of a plain `DataLoader`.
     """
@@ -231,31 +198,21 @@ def is_in_order(loader: Any) -> bool:
     return type(batches) is BatchSampler and type(loader.sampler) is SequentialSampler
 
 
-def draws_images(loader: Any) -> bool:
-    """Whether a loader's sampler chooses images or their order, so that positions are not those of the data set."""
-    if hasattr(getattr(loader, "batch_sampler", None), "draws_classes"):
-        return True
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return not isinstance(loader.sampler, SequentialSampler)
-
-
 class ShardLoader:
-    """Loads only the images in some ranges of positions, with the settings of another loader.
+    """Loads only some images, with the settings of another loader.
 
     This class is not a `DataLoader`, because Lightning would replace the batch sampler of a `DataLoader`.
 
     Args:
         loader: a loader of all images, for which `is_in_order` is True.
-        ranges: positions of the images; no batch spans two ranges.
+        batches: positions of the images of each batch.
         has_length: whether `len` works; must be False if any process has no batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], ranges: Sequence[range], *, has_length: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], batches: RangeBatches, *, has_length: bool) -> None:
         self.dataset = loader.dataset
         self._has_length = has_length
         settings = {name: getattr(loader, name) for name in KEPT}
-        batches = RangeBatches(ranges, loader.batch_size or 1)
         self._loader = DataLoader(self.dataset, batch_sampler=batches, **settings)
 
     def __len__(self) -> int:
@@ -285,7 +242,7 @@ def wait_for_other_processes() -> None:
 
 
 class EmbeddingWriter(Callback):
-    """Writes the outputs of `predict_step` to a folder of Parquet or .npy files, instead of keeping them in memory.
+    """Writes the outputs of `predict_step` to a folder of Parquet files, instead of keeping them in memory.
 
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
     complete. If there are several prediction sets, each set gets a subfolder with the name or the number of the set.
@@ -298,30 +255,27 @@ class EmbeddingWriter(Callback):
         output: folder of the embeddings; if None, the folder `embeddings` in the folder of the run. The folder must be
             new, or begun with the same model and images. Existing files are written again only if the size or the
             modification time of one of their images has changed.
-        file_format: `"parquet"`, or `"npy"` with a JSON file for each .npy file.
         shard_size: number of images per file, >= 1.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`; `"float16"` takes half the space.
 
     Raises:
         ValueError: if an argument is out of its range. The error is also raised on all processes when the prediction
             begins: if the folder holds embeddings of another model or of other images, a damaged file or unrelated
-            files; if processes have different images; or if there are several processes and the loader does not yield
-            all images in order. It is raised for a batch if the number of ids or of labels is not the number of
-            embeddings, or if images do not come in the order of their ids.
+            files; if processes have different images; or if the loader does not yield all images in order. It is raised
+            for a batch if the number of ids or of labels is not the number of embeddings.
         TypeError: if `predict_step` does not return a dict with `embeddings`.
         ConnectionError: at the end, if another process has ended early or is late.
 
     Example:
         >>> import pytorch_lightning as pl, torch
-        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss
+        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss, read_embeddings
         >>> from lightning_retrieval.callbacks import EmbeddingWriter
         >>> module = RetrievalModule(torch.nn.Linear(8, 4), SmoothAPLoss())
         >>> loader = torch.utils.data.DataLoader(torch.randn(10, 8), batch_size=4)
         >>> quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("embeddings", file_format="npy"), **quiet)
+        >>> trainer = pl.Trainer(callbacks=EmbeddingWriter("embeddings"), **quiet)
         >>> trainer.predict(module, loader, return_predictions=False)
-        >>> import numpy as np
-        >>> np.load("embeddings/part-00000.npy").shape
+        >>> read_embeddings("embeddings").embeddings.shape
         (10, 4)
 
     Cost:
@@ -330,23 +284,21 @@ class EmbeddingWriter(Callback):
 
     Relations:
         `lightning-retrieval predict` uses this callback. `lightning-retrieval embed` writes the same files without a
-        data module. `lightning-retrieval index --embeddings` builds an index of the folder. A loader that does not
-        yield all images in order, or `limit_predict_batches`, needs a single process; the images of existing files are
-        then embedded again, but the files are not written again.
+        data module. `read_embeddings` returns them as arrays, and `lightning-retrieval index --embeddings` builds an
+        index of them. To embed a part of the images, predict with a `Subset`: with a sampler, the images of a file
+        would not be known before they are embedded. `limit_predict_batches` is right for the images of one file.
     """
 
     def __init__(
         self,
         output: str | Path | None = None,
         *,
-        file_format: Literal["parquet", "npy"] = "parquet",
         shard_size: PositiveInt = SHARD_SIZE,
         dtype: Literal["float32", "float16"] = "float32",
     ) -> None:
         self.output: Path | None = None
         if output is not None:
             self.output = check_path("output", output, owner=OWNER)
-        self.file_format = checked(self, file_format=file_format)
         self.shard_size = checked(self, shard_size=shard_size)
         self.dtype = checked(self, dtype=dtype)
         self.written = 0
@@ -355,6 +307,7 @@ class EmbeddingWriter(Callback):
         """Number of these files that already existed, and were written again because images had changed."""
         self._begun: list[_BegunSet] = []
         self._current: _BegunSet | None = None
+        self._source: Any = None  # Lightning's source of the prediction loaders, until the prediction has ended
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make Lightning load only the images that this process embeds.
@@ -363,9 +316,9 @@ class EmbeddingWriter(Callback):
         """
         if stage != "predict":
             return
-        source = trainer.predict_loop._data_source
-        ask = partial(type(source).dataloader, source)
-        vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
+        loop: Any = trainer.predict_loop
+        self._source = loop._data_source
+        loop._data_source = _SharedLoaders(self._source, partial(self._distribute, trainer, pl_module))
 
     @owned_by(OWNER)
     def on_predict_batch_end(
@@ -431,32 +384,40 @@ class EmbeddingWriter(Callback):
                 cure="predict with the data module of the candidates, and embed queries with `lightning-retrieval "
                 "embed --side queries`",
             )
-        is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
+        count = self._number_of_images(loader, trainer.limit_predict_batches)
         about = describe_prediction(trainer, pl_module, loader.dataset)
         images = LoadedSet(loader.dataset, about)
         shared = share_folder(
-            self._folder(trainer) / name, lambda: self._manifest(trainer, loader, images), images.image_files
+            self._folder(trainer) / name, lambda: self._manifest(trainer, images, count), images.image_files
         )
         self._begun.append(_BegunSet(shared, images))
-        if not is_distributed:
-            images.begin([range(shared.folder.manifest.images)], needs_ids=draws_images(loader))
-            return loader
-        ranges = list(shared.ranges)
-        images.begin(ranges)
-        return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
+        batches = RangeBatches(list(shared.ranges), loader.batch_size)
+        images.begin(batches)
+        return ShardLoader(loader, batches, has_length=shared.every_rank_has_images)
 
-    def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
-        """Create the manifest of the folder; raise if the settings or the loader do not allow to write the files."""
-        if self.file_format == "parquet" and images.index is not None:
-            check_unicode(images.index.paths)
-            check_unicode(images.index.names or ())
-        if trainer.world_size > 1 and not (is_in_order(loader) and trainer.limit_predict_batches == 1.0):
-            raise InvalidValue(
-                "with several processes, the loader must be a DataLoader of a map-style data set that gives all "
-                "images in order, without `sampler`, `shuffle` or `limit_predict_batches`",
-                cure="or set devices=1 and num_nodes=1",
-            )
-        count = _number_of_images(loader, trainer.limit_predict_batches)
+    def _number_of_images(self, loader: Any, limit: float) -> int:
+        """The number of images that are embedded; raises unless the images of each file are known before."""
+        if is_in_order(loader):
+            images = len(loader.dataset)
+            if isinstance(limit, float) and limit == 1:
+                return images
+            # Batches end where a file ends, so that in several files there are more batches than Lightning counts.
+            first = min(images, int(limit * loader.batch_size))
+            if isinstance(limit, int) and first <= self.shard_size:
+                return first
+        sampler = type(getattr(loader, "sampler", None)).__name__
+        raise InvalidValue(
+            "the loader must be a DataLoader of a map-style data set that gives all images in order, without `sampler` "
+            "or `shuffle`, and `limit_predict_batches` at most the number of batches of one file",
+            got=f"{type(loader).__name__} with {sampler} and limit_predict_batches={limit}",
+            cure="give a Subset to embed a part of the images",
+        )
+
+    def _manifest(self, trainer: pl.Trainer, images: LoadedSet, count: int) -> EmbeddingManifest:
+        """The manifest of the folder; raises if the files cannot hold a path or a label."""
+        if images.index is not None:
+            check_unicode("paths", images.index.paths)
+            check_unicode("labels", images.index.names or ())
         return EmbeddingManifest(
             images=count,
             images_sha256=digest_of_list(images.fields(count)),
@@ -464,7 +425,6 @@ class EmbeddingWriter(Callback):
             preparation=images.about["preparation"],
             dim=0,  # not known before the first batch
             shard_size=self.shard_size,
-            file_format=self.file_format,
             dtype=self.dtype,
             precision=str(trainer.precision),
             about=images.about,
@@ -478,11 +438,32 @@ class EmbeddingWriter(Callback):
 
     def _forget(self, trainer: pl.Trainer) -> None:
         """Restore the original loaders, release the locks of the folders, and drop rows that have not been written."""
-        vars(trainer.predict_loop._data_source).pop("dataloader", None)
+        if self._source is not None:
+            trainer.predict_loop._data_source = self._source
+        self._source = None
         for begun in self._begun:
             begun.shared.close()
         self._begun = []
         self._current = None
+
+
+@dataclass(frozen=True)
+class _SharedLoaders:
+    """Gives the prediction loop loaders of the images that this process embeds, in place of those of all images.
+
+    Args:
+        source: Lightning's source of the loaders.
+        distribute: replaces the loaders.
+    """
+
+    source: Any
+    distribute: Callable[[Any], Any]
+
+    def dataloader(self) -> Any:
+        return self.distribute(self.source.dataloader())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 @dataclass
@@ -503,28 +484,10 @@ class _BegunSet:
         dim = self.images.dim_of(outputs)
         if self.collector is None:
             shared = self.shared
-            self.collector = ShardCollector(shared.begin(dim), shared.missing, shared.image_files)
+            self.collector = ShardCollector(shared.begin(dim), shared.image_files)
         self.images.collect(outputs, self.collector)
 
     def finish(self) -> None:
         """Write the last file."""
         if self.collector is not None:
-            self.images.finish(self.collector)
             self.collector.finish()
-
-
-def _number_of_images(loader: Any, limit: float) -> int:
-    """Number of images that the loader yields, limited by `limit_predict_batches`."""
-    try:
-        images = len(loader.dataset)
-    except TypeError:
-        rule = f"the prediction set must have a length, which {type(loader.dataset).__name__} has not"
-        raise InvalidType(rule, cure="use a map-style data set") from None
-    batch_size = loader.batch_size
-    if batch_size is None:
-        return images
-    batches: float = limit
-    if isinstance(limit, float):
-        images = min(images, len(loader.sampler))
-        batches = int(math.ceil(images / batch_size) * limit)  # not len(loader): Lightning ignores drop_last here
-    return int(min(images, batches * batch_size))

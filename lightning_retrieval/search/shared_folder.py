@@ -5,13 +5,13 @@ All processes of a run share the folder's lock until the last process has finish
 Each process collects the embeddings in the order of the images, and writes a shard as soon as it is complete.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lightning_retrieval.distributed import rank, together, world_size
@@ -52,79 +52,43 @@ class ShardCollector:
 
     Args:
         folder: the folder that shards are written to.
-        missing: numbers of the shards to write; if None, the shards missing in the folder.
         image_files: for each shard number, the digest of its image files, which is stored with the shard.
     """
 
-    def __init__(
-        self,
-        folder: EmbeddingFolder,
-        missing: Iterable[int] | None = None,
-        image_files: Mapping[int, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: EmbeddingFolder, image_files: Mapping[int, str]) -> None:
         self.folder = folder
-        if missing is None:
-            missing = folder.missing()
-        self._missing = set(missing)
-        self._image_files = image_files or {}
-        self._shard: int | None = None
-        self._last = -1  # position of the last row
-        self._clear()
+        self._image_files = image_files
+        self._batches: list[ShardRows] = []
+        self._shard = 0  # number of the shard that the batches belong to
 
-    def add(self, positions: Sequence[int], rows: ShardRows) -> None:
-        """Add rows. Their positions in the list of images must ascend, also from call to call.
+    def add(self, position: int, batch: ShardRows) -> None:
+        """Add the rows of a batch, which belong to the shard of the image at a position.
 
-        Raises:
-            ValueError: if the positions do not ascend.
+        A shard is written when it has a row, or the reason why there is none, for each of its images.
         """
-        for row, position in enumerate(positions):
-            if position <= self._last:  # checked before `_enter_shard_of` writes the current shard
-                rule = "images must come in the order of their ids"
-                got = f"{position} after {self._last}"
-                raise InvalidValue(rule, got=got, cure="use a loader that does not shuffle")
-            self._enter_shard_of(position)
-            self._last = position
-            self._rows.append((rows.ids[row], rows.embeddings[row], rows.paths[row], rows.labels[row]))
-            self._finish_if_complete()
-
-    def add_unreadable(self, position: int, path: str, reason: str) -> None:
-        """Record an image that could not be read."""
-        self._enter_shard_of(position)
-        self._unreadable.append((path, reason))
-        self._finish_if_complete()
-
-    def finish(self) -> None:
-        """Write the last shard."""
-        shard = self._shard
-        if shard is not None and shard in self._missing:
-            self.folder.write(shard, self._collected(self._image_files.get(shard, "")))
-            self._missing.remove(shard)
-        self._shard = None
-        self._clear()
-
-    def _finish_if_complete(self) -> None:
-        """Write the shard if all of its images were added."""
-        shard = self._shard
-        if shard is not None and len(self._rows) + len(self._unreadable) == len(self.folder.positions(shard)):
-            self.finish()
-
-    def _enter_shard_of(self, position: int) -> None:
         shard = position // self.folder.manifest.shard_size
         if shard != self._shard:
             self.finish()
-            self._shard = shard
+        self._shard = shard
+        self._batches.append(batch)
+        images = sum(len(rows.ids) + len(rows.unreadable) for rows in self._batches)
+        if images == len(self.folder.positions(shard)):
+            self.finish()
 
-    def _collected(self, image_files: str) -> ShardRows:
-        if not self._rows:
-            nothing = np.zeros((0, self.folder.manifest.dim), np.float32)
-            return ShardRows(np.zeros(0, np.int64), nothing, [], [], self._unreadable, image_files=image_files)
-        ids, embeddings, paths, labels = map(list, zip(*self._rows))
-        of_ids = np.array(ids, dtype=np.int64)
-        return ShardRows(of_ids, np.stack(embeddings), paths, labels, self._unreadable, image_files=image_files)
-
-    def _clear(self) -> None:
-        self._rows: list[tuple[int, NDArray[np.float32], str, str | None]] = []  # id, embedding, path and label
-        self._unreadable: list[tuple[str, str]] = []
+    def finish(self) -> None:
+        """Write the shard of the last batch."""
+        if not self._batches:
+            return
+        rows = ShardRows(
+            np.concatenate([batch.ids for batch in self._batches]),
+            np.concatenate([batch.embeddings for batch in self._batches]),
+            list(chain.from_iterable(batch.paths for batch in self._batches)),
+            list(chain.from_iterable(batch.labels for batch in self._batches)),
+            list(chain.from_iterable(batch.unreadable for batch in self._batches)),
+            image_files=self._image_files.get(self._shard, ""),
+        )
+        self.folder.write(self._shard, rows)
+        self._batches = []
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""What people really do wrong in a run, and what it would train in silence; each is found before or in the first step.
+"""What people really do wrong in a run, and what it would train in silence.
+
+Each is found before or in the first step or, if only later batches show it, in the first step with such a batch.
 
 | what is wrong | found by |
 | --- | --- |
 | a callback, a flag or a strategy of Lightning with which lists or gradients would be wrong | `check_trainer` |
 | checkpoints that would never be saved, or with an outdated metric | `check_trainer` |
 | weights that were never filled, or that learn in 16 bits | `check_start` |
+| a sampler with the labels of another data set, such as the whole of a `Subset` | `check_start` |
 | a scheduler that removes the factors of the parameter groups | `check_start` |
 | a memory that never begins | `check_start` |
 | weights of the loss that change during a training without a known end | `check_start` |
 | settings that several processes cannot share | `check_start` |
 | processes with the same rows, or with rows that are not parts of one batch | `check_first_batch` |
-| ids that collide, and labels that are not those of the images | `check_first_batch` |
+| ids that collide, and labels that are not those of the images | `check_first_batch`, `check_later_batch` |
 | a sampler that was not told the epoch, from the second epoch on | `warn_of_epoch` |
 | BatchNorm layers that see the batch in chunks | `warn_of_batch_norm` |
 | lists in which no image is relevant | `warn_of_lists_without_positives` |
@@ -49,7 +52,7 @@ from lightning_retrieval.distributed import gather_rows, to_host, world_size
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.losses.base import RetrievalLoss
 from lightning_retrieval.losses.batch_loss import ranked_batch
-from lightning_retrieval.models.sides import SIDES
+from lightning_retrieval.models.sides import SIDES, Side
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.batch import GlobalRows
 from lightning_retrieval.training.full_sharding import sharded_modules
@@ -194,6 +197,7 @@ def check_start(module: Any, steps: float) -> None:
         ValueError: if something is wrong. The message names a cure.
     """
     check_filled(module)
+    _check_datasets(module.trainer.train_dataloader)
     _warn_of_half_parameters(module)
     _warn_of_equal_rates(module)
     _check_memory(module, steps)
@@ -293,6 +297,14 @@ def _check_memory(module: Any, steps: float) -> None:
         )
 
 
+def _check_datasets(loaders: Any) -> None:
+    """Raise if a plain loader has a sampler of this library that was made with the labels of another data set."""
+    for loader in CombinedLoader(loaders, "sequential").flattened:
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if hasattr(sampler, "check_dataset"):
+            sampler.check_dataset(loader.dataset)
+
+
 def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[GlobalRows]) -> None:
     """Compare the first batch with those of other processes and with what the sampler drew.
 
@@ -314,17 +326,42 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
     if world_size() > 1:
         counts = [sum(of_process) for of_process in zip(*(of_side.counts for of_side in rows))]
         _check_parts(unpacked, counts, CombinedLoader(loader, "sequential").flattened)
-    names: Sequence[Any] = SIDES
-    if len(rows) == 1:
-        names = [None]
-    for name, (_, labels, ids), of_side in zip(names, unpacked, rows):
+    for name, (_, labels, ids), of_side in zip(_side_names(rows), unpacked, rows):
         labels = to_host(gather_rows(labels.long(), of_side.counts))
         if ids is not None:
             ids = to_host(gather_rows(ids.long(), of_side.counts))
-        if hasattr(loader, "check_first_batch"):
-            loader.check_first_batch(labels, ids, side=name)
+        if hasattr(loader, "check_batch"):
+            loader.check_batch(labels, ids, side=name)
         elif ids is not None and name is None:  # only images of the same side are in each other's lists
-            _warn_of_ids(module, finest(labels), ids)
+            _warn_of_ids(module, finest(labels), ids, is_first=True)
+
+
+def check_later_batch(module: Any, rows: Sequence[GlobalRows]) -> None:
+    """Compare a batch with what the sampler drew, as far as this needs neither a further collective nor a wait.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+        rows: as for `check_first_batch`, on the host.
+
+    Raises:
+        ValueError: if several images have the same id, or two classes of the sampler have the same label.
+    """
+    loader = module.trainer.train_dataloader
+    for name, of_side in zip(_side_names(rows), rows):
+        labels = None
+        if module.relevance is None:
+            labels = of_side.labels
+        if hasattr(loader, "check_batch"):
+            loader.check_batch(labels, of_side.ids, side=name, is_first=False)
+        elif labels is not None and of_side.ids is not None and name is None:
+            _warn_of_ids(module, finest(labels), of_side.ids, is_first=False)
+
+
+def _side_names(rows: Sequence[GlobalRows]) -> Sequence[Side | None]:
+    """The names of the sides of a batch; of a batch without sides, None."""
+    if len(rows) == 1:
+        return [None]
+    return SIDES
 
 
 def _are_integers(rows: GlobalRows) -> bool:
@@ -345,7 +382,7 @@ def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: S
         loaders: the loaders of training batches.
     """
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
-    drawn = [getattr(sampler, "first_drawn", None) for sampler in samplers]
+    drawn = [getattr(sampler, "global_batch", None) for sampler in samplers]
     of_labels, of_rows = 0, 0
     for inputs, labels, ids in unpacked:
         of_labels = _checksum(labels, of_labels)
@@ -379,25 +416,32 @@ def _checksum(values: Tensor, before: int) -> int:
     return zlib.crc32(to_host(values).contiguous().flatten().view(torch.uint8).numpy().data, before)
 
 
-def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor) -> None:
-    """Warn if an id has two labels, or if ids repeat more often than the sampler draws their images."""
+def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor, *, is_first: bool) -> None:
+    """Warn if an id has two labels, or if ids repeat more often than the sampler draws their images.
+
+    A sampler that may draw an image several times is known to draw others only in the first batch, which is full.
+    """
     loader = module.trainer.train_dataloader
     sampler = getattr(loader, "sampler", None)
     replacement = getattr(sampler, "replacement", None)
     draws_images = getattr(loader, "batch_size", None) is not None  # else another sampler draws whole batches
     draws_once = draws_images and (replacement is False or isinstance(sampler, SequentialSampler))
     different, pairs = len(ids.unique()), len(torch.stack([ids, labels], 1).unique(dim=0))
-    repeat_too_often = different < len(ids) if draws_once else different <= len(ids) / 2 and replacement is not True
-    if different < pairs or repeat_too_often:
+    most = len(ids) / 2 if is_first and replacement is not True else 0
+    if draws_once:
+        most = len(ids) - 1
+    if different < pairs or different <= most:
         rank_zero_warn(
-            f"{type(module).__name__}: each image must have an id of its own, but {len(ids)} images of the first batch "
-            f"have {different} different ids; images with the same id are not in each other's lists: let the data set "
-            "return the index of each image as its id, or no ids."
+            f"{type(module).__name__}: each image must have an id of its own, but images of a batch have the same id; "
+            "images with the same id are not in each other's lists: let the data set return the index of each image as "
+            "its id, or no ids."
         )
 
 
 def warn_of_epoch(module: Any) -> None:
     """Warn if a sampler inside of a user's own loader or sampler was not told the epoch, so that it repeats batches.
+
+    The samplers of this library count the epochs themselves, and need to be told that of a resumed run.
 
     Args:
         module: a `RetrievalModule` in a run whose epoch begins.
@@ -405,8 +449,8 @@ def warn_of_epoch(module: Any) -> None:
     parts: list[Any] = CombinedLoader(module.trainer.train_dataloader, "sequential").flattened
     for _ in range(3):
         parts = [value for part in parts for value in (part, *getattr(part, "__dict__", {}).values())]
-    epochs = {getattr(part, "epoch", module.current_epoch) for part in parts if isinstance(part, Sampler)}
-    if epochs - {module.current_epoch}:
+    samplers = [part for part in parts if isinstance(part, Sampler) and hasattr(part, "epoch")]
+    if any(getattr(part, "next_epoch", part.epoch) < module.current_epoch for part in samplers):
         rank_zero_warn(
             f"{type(module).__name__}: a sampler was not told the epoch, so that it draws the batches of an earlier "
             "one again; give the loader or the sampler around it a method `set_epoch` that passes the epoch on."
@@ -428,8 +472,8 @@ def warn_of_batch_norm(module: Any, rows: Sequence[int], chunk_sizes: Sequence[i
         if chunk_size < count and any(map(_mixes_rows, network.modules())) and trainable_parameters(network):
             rank_zero_warn(
                 f"{type(module).__name__}: BatchNorm sees {chunk_size} images at a time, not the batch of {count}, so "
-                "the gradient is not that of the whole batch; freeze_batch_norm=True of Embedder, or such layers in "
-                "eval mode, make it exact."
+                "the gradient is not that of the whole batch; with pretrained weights, freeze_batch_norm=True of "
+                "Embedder, or such layers in eval mode, make it exact."
             )
             return
 

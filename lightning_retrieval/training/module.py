@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.backend import DDPStrategy
 from lightning_retrieval.checks import check_choice, check_integer
-from lightning_retrieval.distributed import kept_rows, rank
+from lightning_retrieval.distributed import kept_rows, rank, to_host_later
 from lightning_retrieval.invalid import InvalidValue, owned, owned_by
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.third_party import as_batch_loss, check_references
@@ -30,7 +30,7 @@ from lightning_retrieval.ranking.rows import Rows
 from lightning_retrieval.training.batch import GATHER_DTYPES, GatherDtype, GlobalBatch, GlobalRows, gather_labels
 from lightning_retrieval.training.chunk_size import ChunkSizeSearch, check_chunk_size
 from lightning_retrieval.training.chunked import Embed, sides_backward
-from lightning_retrieval.training.first_steps import check_first_batch
+from lightning_retrieval.training.first_steps import check_first_batch, check_later_batch
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     shard_blocks,
@@ -367,7 +367,8 @@ class RetrievalModule(ManualTraining):
             self.trainer.model.require_backward_grad_sync = False  # this step sums gradients itself
         batches, unpacked = unpack_sides(self, batch)
         rows = self._rows_of_processes(batches, unpacked)
-        if self._is_first_step:
+        is_first = self._is_first_step
+        if is_first:
             check_first_batch(self, unpacked, rows)
         if self._sharded is not None:
             self._sharded.reshard()
@@ -387,9 +388,12 @@ class RetrievalModule(ManualTraining):
                 backward=self.manual_backward,
                 last_backward=[gradients.overlapped, self._candidates_summed][: len(sides)],
             )
-        if self._is_first_step:
+        if is_first:
             self._finish_first_step(ranked, chunk_sizes)
+        on_host = [of_side.map(to_host_later) for of_side in rows]
         logged = ranked.logged(gradients.finish(ranked.parts(part)))
+        if not is_first:
+            check_later_batch(self, on_host)
         stepped = self._step_optimizers()
         ranked.remember()
         self._step_due_schedulers(batch_idx, stepped)

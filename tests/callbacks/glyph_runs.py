@@ -12,7 +12,6 @@ from tests.wandb_files import OfflineRun
 BATCHES = 3  # of an epoch
 SMALL_LISTS = [  # warnings of runs that are as short as these
     "ignore:RetrievalEvaluation. (val|test) metrics cover .* of .* batches:UserWarning",
-    "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
     "ignore:RetrievalModule. BatchNorm sees:UserWarning",
 ]
 

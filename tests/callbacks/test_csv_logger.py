@@ -67,7 +67,7 @@ def test_a_row_that_is_written_before_its_checkpoint_is_not_written_twice(once, 
     logger = ResumableCSVLogger(folder)
     for step in range(10):
         metrics = {"train/loss": 1 / (step + 1), "epoch": step // 4}
-        logger.log_before_checkpoint(metrics, step)
+        logger.log_metrics(metrics, step)
         assert len([row for row in rows_of(folder) if row["train/loss"]]) == step + 1
         logger.log_metrics(metrics, step)
         if step in (3, 7):
@@ -77,7 +77,7 @@ def test_a_row_that_is_written_before_its_checkpoint_is_not_written_twice(once, 
 
 def test_a_row_that_has_grown_since_is_replaced(tmp_path):
     logger = ResumableCSVLogger(tmp_path / "run")
-    logger.log_before_checkpoint({"a": 1.0, "epoch": 0}, 0)
+    logger.log_metrics({"a": 1.0, "epoch": 0}, 0)
     logger.log_metrics({"a": 1.0, "b": 2.0, "epoch": 0}, 0)
     logger.log_metrics({"a": 3.0, "epoch": 0}, 1)
     assert rows_of(tmp_path / "run") == [

@@ -32,7 +32,6 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import APMonitor, LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.datamodules import PKSampler
-from lightning_retrieval.invalid import InvalidValue
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 from tests.csv_logs import logged
 from tests.point_set import Points
@@ -124,16 +123,50 @@ def test_what_a_callback_monitors_is_logged_whatever_its_k(tmp_path):
     assert "val/R@10" not in run.callback_metrics
 
 
+def means_of_equal_sets(values, stage):
+    """The means of two sets with equally many queries."""
+    names = [name.rpartition("/")[2] for name in values if "/0/" in name and "skipped" not in name]
+    return {f"{stage}/{name}": (values[f"{stage}/0/{name}"] + values[f"{stage}/1/{name}"]) / 2 for name in names}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_mean_over_the_queries_of_all_sets_can_be_monitored(reverse):
+    """The sets have 30, 8 and 5 queries with a value, and the last two have fewer than 10 images to rank."""
+    module, sizes = PointsModule(), {"large": (30, 3), "small": (9, 4), "tiny": (5, 3)}
+    sets = {}
+    for name, (images, per_class) in sizes.items():
+        sets[name] = TensorDataset(labelled_points(3, images).tensors[0], torch.arange(images) // per_class)
+        sets[name].two_sided = reverse
+    module.evaluation_loaders = lambda stage: {name: DataLoader(data, batch_size=5) for name, data in sets.items()}
+    run = make_trainer(RetrievalEvaluation(), EarlyStopping("val/mAP", mode="max"), max_epochs=2)
+    run.fit(module)
+    values, queries = [], []
+    for name, data in sets.items():
+        metrics = RetrievalMetrics((1,), reverse=reverse)
+        images, labels = data.tensors
+        metrics.update(module.eval()(images).detach(), labels)
+        values.append(metrics.compute())
+        queries.append(len(images) - int(values[-1]["skipped_queries"]))
+        assert run.callback_metrics[f"val/{name}/mAP"].item() == pytest.approx(values[-1]["mAP"].item())
+    assert queries == [30, 8, 5]
+    for name in ("mAP", "R@1", "mAP@R", *(["reverse/mAP"] if reverse else [])):
+        expected = sum(n * value[name].item() for n, value in zip(queries, values, strict=True)) / sum(queries)
+        assert run.callback_metrics[f"val/{name}"].item() == pytest.approx(expected)
+    assert "val/R@10" not in run.callback_metrics
+
+
 def test_several_sets_are_numbered():
     module = PointsModule(val=(2, 5), test=(3, 6))
     run = make_trainer(RetrievalEvaluation(KS, before_fit=True))
     run.fit(module)
     expected = {**expected_metrics(module, 2, "val/0"), **expected_metrics(module, 5, "val/1")}
+    expected |= means_of_equal_sets(expected, "val")
     found = {name: value.item() for name, value in run.callback_metrics.items() if name.startswith("val")}
     assert found == pytest.approx(expected, abs=1e-6)
     assert set(run.callbacks[0].results["untrained"]) == {name.replace("val", "test") for name in expected}
     (first, second) = make_trainer(RetrievalEvaluation(KS)).test(module, verbose=False)
     tested = {**expected_metrics(module, 3, "test/0"), **expected_metrics(module, 6, "test/1")}
+    tested |= means_of_equal_sets(tested, "test")
     assert {**first, **second} == pytest.approx(tested, abs=1e-12)
 
 
@@ -200,18 +233,6 @@ class Stream(IterableDataset):
 )
 def test_a_loader_that_loses_nothing_does_not_warn(loader):
     assert evaluation_warnings(loader) == []
-
-
-@pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:Total length of .DataLoader. across ranks is zero")
-@pytest.mark.parametrize("stage", ["test", "fit"])
-def test_a_loader_that_drops_its_only_batch_ends_the_run_at_its_start(stage):
-    """For `fit` of the test set, which `before_fit` evaluates."""
-    module = PointsModule()
-    module.test_dataloader = lambda: DataLoader(POINTS, batch_size=24, drop_last=True)
-    run = make_trainer(RetrievalEvaluation(KS, before_fit=True), logger=False)
-    with pytest.raises(InvalidValue, match="0 of 23 images"):
-        getattr(run, stage)(module)
 
 
 # --- the test set before training

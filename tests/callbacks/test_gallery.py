@@ -189,7 +189,7 @@ def test_queries_and_candidates_are_drawn_from_their_own_sides(tmp_path):
 def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
     for shift in (40, 1):
-        with pytest.warns(UserWarning, match="ids must index the evaluated data set"):
+        with pytest.warns(UserWarning, match="RetrievalGallery: test/ is not drawn"):
             run.test(module(), loader(shift=shift), verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a run of two processes: it ends soon, with a checkpoint from which it continues exactly."""
+"""Ctrl-C in a run: it ends soon, with a checkpoint from which it continues exactly, also on two processes."""
 
 import contextlib
 import faulthandler
@@ -63,6 +63,7 @@ class Group:
     def __init__(self, folder):
         self.global_step, self.saved = 0, []
         self.checkpoint_callback = SimpleNamespace(dirpath=folder)
+        self.strategy = SimpleNamespace(launcher=None)
 
     def save_checkpoint(self, path, weights_only):
         self.saved.append((Path(path).name, self.global_step))
@@ -88,7 +89,7 @@ def train(rank, world_size, signals, folder):
             trainer.global_step += 1
             callback.on_train_batch_end(trainer, None)
         callback.on_train_end(trainer, None)
-    except KeyboardInterrupt as interrupt:
+    except SystemExit as interrupt:
         callback.on_exception(trainer, None, interrupt)
     return trainer.saved, trainer.global_step
 
@@ -120,11 +121,11 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     trainer.world_size, trainer.global_step = 1, 3
     callback.on_train_start(trainer, None)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(SystemExit):
             signal.raise_signal(signal.SIGINT)
         callback.on_train_batch_start(trainer, None)
         trainer.global_step = 4
-        with pytest.raises(KeyboardInterrupt) as ended:
+        with pytest.raises(SystemExit) as ended:
             callback.on_train_batch_end(trainer, None)
         callback.on_exception(trainer, None, ended.value)
     finally:
@@ -219,6 +220,62 @@ def test_two_processes_leave_a_checkpoint_and_continue_from_it(tmp_path, run_pro
     assert resumed["global_step"] == whole["global_step"] == STEPS
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name
+
+
+SCRIPT = """
+import sys, time
+import pytorch_lightning as pl
+import torch
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import CheckpointOnInterrupt
+from torch.utils.data import DataLoader, TensorDataset
+
+class Slow(RetrievalModule):
+    def training_step(self, batch, batch_idx):
+        print(f"step {self.global_step}", flush=True)
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        print("validation", flush=True)
+        time.sleep(0.1)
+        return super().validation_step(batch, batch_idx)
+
+loader = DataLoader(TensorDataset(torch.randn(400, 4), torch.arange(400) // 2), batch_size=4)
+settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": "run"}
+trainer = pl.Trainer(max_epochs=9, callbacks=[CheckpointOnInterrupt()], num_sanity_val_steps=99, **settings)
+trainer.fit(Slow(torch.nn.Linear(4, 4), SmoothAPLoss()), loader, loader, ckpt_path=(sys.argv[1:] or [None])[0])
+"""
+
+
+def interrupted_script(folder, moment, *arguments):
+    """Run a script that trains, and interrupt it when it has printed some words; its exit code and output."""
+    started = StartedCommand([sys.executable, "-c", SCRIPT, *arguments], folder)
+    try:
+        deadline = time.monotonic() + 120
+        while moment not in started.output():
+            assert started.process.poll() is None, started.output()[-3000:]
+            assert time.monotonic() < deadline, started.output()[-3000:]
+            time.sleep(0.02)
+        os.killpg(started.process.pid, signal.SIGINT)
+        started.process.wait(60)
+    finally:
+        started.end()
+    return started.process.returncode, started.output()
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_the_usual_code_and_says_how_to_continue(tmp_path):
+    code, output = interrupted_script(tmp_path, "validation")
+    assert code == EXIT_CODE, output[-3000:]
+    code, output = interrupted_script(tmp_path, "step 2")
+    assert code == EXIT_CODE, output[-3000:]
+    assert "--ckpt_path" not in output
+    (path,) = re.findall(r"ckpt_path=.* (\S+last-interrupted\.ckpt)", output)
+    left = torch.load(tmp_path / path, weights_only=True)["global_step"]
+    code, output = interrupted_script(tmp_path, "step", path)
+    assert code == EXIT_CODE, output[-3000:]
+    assert re.findall(r"step (\d+)", output)[0] == str(left)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ RUNS = {
     "identity": ("test", nn.Identity(), lambda _: [RetrievalEvaluation(ks=(1,))]),
     "main memory": ("validate", nn.Identity(), lambda _: [RetrievalEvaluation(ks=(1,), embeddings_on_cpu=True)]),
     "predictions": ("predict", nn.Identity(), lambda _: []),
-    "writer": ("predict", nn.Identity(), lambda folder: [EmbeddingWriter(folder / "embeddings", file_format="npy")]),
+    "writer": ("predict", nn.Identity(), lambda folder: [EmbeddingWriter(folder / "embeddings")]),
     "whitening": ("validate", nn.Identity(), lambda _: [LearnWhitening()]),
 }
 

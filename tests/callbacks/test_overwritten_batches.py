@@ -72,7 +72,7 @@ def predicted(module, _):
 
 
 def written(module, folder):
-    writer = EmbeddingWriter(folder, file_format="npy", shard_size=9)
+    writer = EmbeddingWriter(folder, shard_size=9)
     quiet_trainer(callbacks=[writer]).predict(module, Data(), return_predictions=False)
     shards = EmbeddingFolder.load(folder)
     return [torch.from_numpy(shards.read(number).embeddings) for number in range(len(shards))]

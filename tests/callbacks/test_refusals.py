@@ -14,7 +14,6 @@ from lightning_retrieval.callbacks import (
     MemoryMonitor,
     PrecisionRecallCurve,
     ProxiesAtClassMeans,
-    PublishedResults,
     ResumableCSVLogger,
     RetrievalEvaluation,
     RetrievalGallery,
@@ -130,10 +129,6 @@ TABLE = {
     ],
     "SoftTripleLoss": [
         (lambda: begin(pml.SoftTripleLoss(num_classes=7, embedding_size=6)), InvalidValue, "embedding_size"),
-    ],
-    "PublishedResults": [
-        (lambda: PublishedResults("Table 7", {"R@1": float("nan")}), InvalidValue, "results['R@1']"),
-        (lambda: PublishedResults("Table 7", {"R@1": "high"}), InvalidType, "results['R@1']"),
     ],
     "ResumableCSVLogger": [
         (lambda tmp_path: ResumableCSVLogger(file_at(tmp_path / "run")), InvalidValue, "folder"),

@@ -1,6 +1,7 @@
 """RetrievalDataLoader: shards, seeds, resumed epochs, the first batch, and Trainers in one process and in two."""
 
 import copy
+import itertools
 import os
 import pickle
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import (
@@ -133,6 +134,21 @@ def test_workers_change_neither_batches_nor_seeds(kwargs):
     assert rows == expected()
 
 
+@pytest.mark.parametrize("kwargs", [{}, WORKERS, {"num_workers": 2}], ids=["no workers", "persistent", "workers"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_each_iteration_of_a_plain_loop_is_another_epoch(kwargs, is_plain):
+    """An iteration that is broken off counts, too. Without seeds, a plain loader has those of the sampler's batches."""
+    loader, rows = make(**kwargs), [row[2:] for row in expected(4)]
+    if is_plain:
+        loader = DataLoader(list(range(26)), batch_sampler=pk_sampler(), collate_fn=list, **kwargs)
+    next(iter(loader))
+    iterations = [list(loader) for _ in range(3)]
+    if is_plain:
+        assert list(itertools.chain(*iterations)) == [batch for batch, _ in rows[3:]]
+    else:
+        assert [[b["index"].tolist(), b["seed"].tolist()] for b in itertools.chain(*iterations)] == rows[3:]
+
+
 @pytest.mark.parametrize("world", [2, 4, 9])
 def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     loader, shards = make(), []
@@ -141,6 +157,7 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     for rank in range(world):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
         assert len(loader) == BATCHES
+        loader.set_epoch(0)
         shards.append([(b["index"].tolist(), b["seed"].tolist()) for b in loader])
     for row, of_ranks in zip(expected(1), zip(*shards, strict=True), strict=True):
         assert [shard[0] for shard in of_ranks] == [x.tolist() for x in torch.tensor(row[2]).tensor_split(world)]
@@ -150,9 +167,10 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
 def test_start_applies_to_its_epoch_only():
     loader, rows = make(epoch=1, start=2), [row[2] for row in expected()]
     assert len(loader) == BATCHES
-    assert batches_of(loader) == batches_of(loader) == rows[5:6]
-    loader.set_epoch(2)
+    assert batches_of(loader) == rows[5:6]
     assert batches_of(loader) == rows[6:]
+    loader.set_epoch(1)
+    assert batches_of(loader) == rows[5:6]
     loader.set_epoch(0)
     assert batches_of(loader) == rows[:3]
 
@@ -170,6 +188,12 @@ def test_state_dict_continues_after_the_last_batch_returned():
     assert other.state_dict() == state
     assert batches_of(other) == rows[5:6]
     assert other.state_dict() == {"epoch": 1, "start": 3}
+    for is_told in (True, False):
+        other.load_state_dict({"epoch": 1, "start": 3})
+        if is_told:  # as by Lightning, which ends the epoch
+            other.set_epoch(1)
+            assert batches_of(other) == []
+        assert batches_of(other) == rows[6:]
     with_start = make(epoch=0, start=0)
     with_start.load_state_dict(state)
     assert batches_of(with_start) == rows[:3]
@@ -259,12 +283,12 @@ def test_two_processes(tmp_path, run_processes):
 class Items(Dataset):
     """Random vectors with the labels and the ids that are given, as functions of the index."""
 
-    def __init__(self, label_of, id_of):
-        self.images = torch.randn(len(LABELS), 6, generator=torch.Generator().manual_seed(1))
+    def __init__(self, label_of, id_of, size=26):
+        self.images = torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
         self.label_of, self.id_of = label_of, id_of
 
     def __len__(self):
-        return len(LABELS)
+        return len(self.images)
 
     def __getitem__(self, index):
         item = {"images": self.images[index], "labels": torch.tensor(self.label_of(index))}
@@ -368,6 +392,35 @@ def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_label
     assert train_one_step(pk_sampler(), label, int, without_the_first) == 1
     with pytest.raises(ValueError, match="id of its own"):
         train_one_step(pk_sampler(), label, lambda index: index // 2, without_the_first)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("label_of", "id_of"),
+    [
+        (lambda index: index % 24 // 4, None),
+        (lambda index: [index % 24 // 4, 0], int),
+        (lambda index: index // 4, lambda index: index % 24),
+    ],
+    ids=["labels", "labels of levels", "ids"],
+)
+def test_joined_data_sets_whose_labels_or_ids_both_begin_at_0_raise_once_a_batch_shows_it(label_of, id_of, num_workers):
+    """The first two batches have no image and no class of which another one has the id or the label."""
+    sampler = PKSampler(np.arange(48) // 4, classes_per_batch=3, samples_per_class=4, seed=5)
+    collide = [len({index % 24 for index in batch}) < 12 for batch in sampler]
+    assert collide == [False, False, True, False]
+    module = RetrievalModule(nn.Linear(6, 4), HAPLoss() if isinstance(label_of(0), list) else SmoothAPLoss())
+    items = Items(label_of, id_of, size=48)
+    with pytest.raises(ValueError, match=r"^RetrievalDataLoader: "):
+        fit(module, RetrievalDataLoader(items, sampler, num_workers=num_workers))
+    assert module.global_step == 2
+
+
+def test_a_data_set_may_replace_images_after_the_first_batch():
+    replaced = list(pk_sampler())[1][0]
+    other = (replaced + 13) % 26
+    assert train_one_step(pk_sampler(), lambda i: label(other if i == replaced else i), int, max_steps=3) == 3
 
 
 def message_of_a_rank(rank: int, world_size: int) -> str:

@@ -64,7 +64,6 @@ SHORT_SCRIPTS = {
 }
 IGNORED = [  # what the library warns of in short runs, and of characters that are in one of two fonts
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
-    "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
     "ignore:PairSampler. skipped .* because they have only queries or only candidates:UserWarning",
 ]
 

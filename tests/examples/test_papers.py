@@ -32,8 +32,7 @@ EMBEDDER = "model.init_args.embedder"
 POOLINGS = {GeM: "gem", GlobalAvgPool: "avg", GlobalMaxPool: "max"}  # a transformer pools by itself
 
 NO_HALF = "ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'.` but AMP with fp16:UserWarning"
-SMALL_RANKING = "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning"
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_HALF, SMALL_RANKING)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_HALF)]
 
 
 def without_weights(settings):

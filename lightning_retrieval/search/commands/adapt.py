@@ -33,7 +33,7 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.index import read_image_rows
 from lightning_retrieval.search.commands.of_checkpoint import print_guess
 from lightning_retrieval.search.commands.shared import PretrainedBackbone
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, labelled_rows
 from lightning_retrieval.training.checkpointed_module import VerifiedCheckpoints
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
@@ -174,7 +174,7 @@ def adapt_head(
     with reported_as(OWNER):
         embedder = AdaptedEmbedder(module.embedder, folder.manifest.dim, embedding_dim, hidden_dim=hidden_dim)
     labels_by_path = _labels_of_table(labels, TableFormat.checked(columns, delimiter))
-    rows, numbers = map(torch.from_numpy, folder.labelled("embeddings", labels_by_path))
+    rows, numbers = map(torch.from_numpy, labelled_rows(folder, "embeddings", labels_by_path))
     is_held_out = _held_out(numbers, generator)
     trained = LabelledSet(rows[~is_held_out], numbers[~is_held_out])
     held_out = LabelledSet(rows[is_held_out], numbers[is_held_out])

@@ -4,11 +4,10 @@ import os
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from PIL import Image
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.files import remove
 from lightning_retrieval.invalid import Failed, InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.preparation.decoding import read_image
@@ -26,13 +24,11 @@ from lightning_retrieval.search.html_page import FONTS
 from lightning_retrieval.search.image_files import image_file
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
 MEGABYTES, MEGAPIXELS = 20, 64  # maximum file size and image size of an upload
-KEPT, PAUSE = 600.0, 30.0  # seconds: how long a visitor's file is kept; time between two deletions
+KEPT, PAUSE = 600, 30  # seconds: how long a visitor's file is kept; time between two deletions
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")  # environment variables, also in upper case
 UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
 EXAMPLES = 3  # queries that the empty page offers
 DRAWS, DRAWN_FROM = 24, 100  # random directions, and the number of images near each of which one is drawn
@@ -61,7 +57,7 @@ def run_demo(index: EmbeddingStore, images: Path | None, *, k: int, host: str, p
     """
     check_integer("k", k, least=1)
     check_integer("port", port, least=1, most=65535)
-    with suppress(KeyboardInterrupt), _ended_by_signals(), private_uploads() as uploads:
+    with suppress(KeyboardInterrupt), _ended_by_signals(), without_proxies(), private_uploads():
         folder = image_folder(images, index)
         if not folder.is_dir():
             rule = "must be the folder of the index's images"
@@ -69,7 +65,7 @@ def run_demo(index: EmbeddingStore, images: Path | None, *, k: int, host: str, p
         page = serve_demo(ImageSearcher(index, **settings), folder, k=min(k, len(index)), host=host, port=port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
         try:
-            delete_files_from_time_to_time(uploads)
+            page.block_thread()
         finally:
             page.close(verbose=False)
 
@@ -98,7 +94,8 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
         port: port to serve on.
 
     Returns:
-        Gradio's `Blocks`; `local_url` is the address, and `block_thread()` waits for Ctrl-C.
+        Gradio's `Blocks`; `local_url` is the address, and `block_thread()` waits for Ctrl-C. Gradio refuses files that
+            are too large, and deletes those of visitors; other sites are refused by Starlette.
 
     Raises:
         ModuleNotFoundError: if Gradio is not installed.
@@ -107,7 +104,14 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
     gradio = _import_gradio()
     fonts = {"font": FONTS, "font_mono": ["monospace"]}  # fonts that need no download
     from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+    # Another site can make its name resolve to this machine (DNS rebinding), but its name stays in the header `Host`.
+    names = [host, f"[{host}]"]  # an address of IPv6 is in brackets there
+    if host in LOOPBACK:
+        names = list(LOOPBACK)
+    elif host in ALL_ADDRESSES:
+        names = ["*"]
     page = make_page(searcher, images, k)
     try:
         page.launch(
@@ -117,9 +121,9 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             css=STYLE.read_text(encoding="utf-8"),
             show_error=True,
             footer_links=[],
-            max_file_size=f"{MEGABYTES}mb",  # the page rejects larger files before it uploads them
-            app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
-            ssr_mode=False,  # server-side rendering would bypass `RequestCheck`
+            max_file_size=f"{MEGABYTES}mb",
+            app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=names)]},
+            ssr_mode=False,  # server-side rendering would bypass the check of the host
             quiet=True,  # Gradio would recommend an argument that the command does not have
             prevent_thread_lock=True,
         )
@@ -130,111 +134,32 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
 
 
 @contextmanager
-def private_uploads() -> Iterator[Path]:
+def without_proxies() -> Iterator[None]:
+    """Context without the settings of proxies, since the demo connects to its own page only.
+
+    Gradio would ask this page through a proxy, and cannot be imported with a SOCKS proxy unless socksio is installed.
+    """
+    before = {name: value for name, value in os.environ.items() if name.lower() in PROXIES}
+    for name in before:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+@contextmanager
+def private_uploads() -> Iterator[None]:
     """Context with a folder for visitors' files. Only this user can read the folder, and it is deleted on exit."""
     before = os.environ.get(UPLOADS)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
         os.environ[UPLOADS] = folder
         try:
-            yield Path(folder)
+            yield
         finally:
             del os.environ[UPLOADS]
             if before is not None:
                 os.environ[UPLOADS] = before
-
-
-def delete_files_from_time_to_time(folder: Path) -> None:
-    """Delete old files at intervals, until Ctrl-C."""
-    while True:
-        time.sleep(PAUSE)
-        delete_old_files(folder, time.time() - KEPT)
-
-
-def delete_old_files(folder: Path, before: float) -> None:
-    """Delete the files that were last changed before a time; Gradio's `delete_cache` keeps aborted uploads."""
-    for path in sorted(folder.rglob("*"), reverse=True):  # the files of a folder come before the folder
-        try:
-            if path.lstat().st_ctime >= before:
-                continue
-            if path.is_dir():
-                path.rmdir()
-            else:
-                remove(path)
-        except OSError:  # the path is a folder with a new file, or a file that Gradio has moved
-            continue
-
-
-class RequestCheck:
-    """Rejects requests for another host name, and requests that are too large, before they reach Gradio.
-
-    Another site can make its name resolve to this machine (DNS rebinding). The browser then treats the demo as part of
-    that site, but the header `Host` still has the name of that site.
-
-    Args:
-        app: answers all other requests.
-        host: address that the page is served on. If the address is `0.0.0.0` or `::`, all host names are allowed.
-    """
-
-    def __init__(self, app: "ASGIApp", host: str) -> None:
-        self.app = app
-        self.host = host.lower().strip("[]").rstrip(".")
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Reject a request, or pass it on."""
-        from starlette.responses import PlainTextResponse
-
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        lengths = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-length"]
-        if not is_allowed_host(names, self.host):
-            sentence = (
-                f"demo: the page is for {self.host} only, got another name in the address; give that name with "
-                "`--host`, or serve all names with `--host 0.0.0.0`."
-            )
-            await _answer(PlainTextResponse(sentence, 421), scope, receive, send)
-        elif scope["type"] == "http" and scope["method"] == "POST" and not _is_small(lengths):
-            sentence = f"demo: an upload must have at most {MEGABYTES} MB, and say its size; choose a smaller image."
-            await _answer(PlainTextResponse(sentence, 413), scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
-async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
-    """Answer a request with an error; a request for a WebSocket is refused."""
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008})
-    else:
-        await response(scope, receive, send)
-
-
-def is_allowed_host(headers: Sequence[str], host: str) -> bool:
-    """Whether the page is served under the host name of a request.
-
-    Args:
-        headers: the values of all `Host` headers of the request.
-        host: address that the page is served on.
-
-    Example:
-        >>> is_allowed_host(["localhost:7860"], "127.0.0.1"), is_allowed_host(["evil.example:7860"], "127.0.0.1")
-        (True, False)
-    """
-    if host in ALL_ADDRESSES:
-        return True
-    allowed = {host}
-    if host in LOOPBACK:
-        allowed |= LOOPBACK
-    if len(headers) != 1:
-        return False
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@/\s]+)(:[0-9]*)?", headers[0])
-    return found is not None and found[1].lower().strip("[]").removesuffix(".") in allowed
-
-
-def _is_small(lengths: Sequence[str]) -> bool:
-    """Whether a request has exactly one `Content-Length` header, with an allowed size."""
-    most = MEGABYTES * 2**20 + 2**16  # the file, its name and the boundaries of the form
-    return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
 
 
 def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
@@ -251,7 +176,8 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         return answers.of_path(paths[event.index])
 
     invitation = INVITATION.format(k=k)
-    with gradio.Blocks(title="Image search", analytics_enabled=False) as page:
+    settings = {"title": "Image search", "analytics_enabled": False, "delete_cache": (PAUSE, KEPT)}
+    with _page_of_files(gradio)(**settings) as page:
         gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
         if searcher.takes_texts:
             invitation = INVITATION_TO_TYPE.format(invitation=invitation)
@@ -276,7 +202,6 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         another.click(answers.of_random_image, None, shown, **private)
         offered.select(search_by_picture, example_paths, shown, **private)
         clicked = results.select(search_by_picture, paths, shown, **private)
-        _check_inputs(gradio, page)
         clicked.then(None, js="() => window.scrollTo({top: 0})")  # scroll to the new query, above the results
     return page
 
@@ -391,22 +316,17 @@ def _bold(name: str) -> str:
     return f"**{escaped}**"
 
 
-def _check_inputs(gradio: Any, page: Any) -> None:
-    """Reject requests of the route `search` without an image, or with an image on another server.
+def _page_of_files(gradio: Any) -> Any:
+    """The class of a page that searches for uploaded files only: Gradio would fetch one from any web address."""
 
-    Gradio would fetch an image of any size from any web address.
-    """
-    validate = page.validate_inputs
+    class PageOfFiles(gradio.Blocks):  # type: ignore[misc]
+        def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
+            files = [value for value in inputs if isinstance(value, dict)]
+            if not all(os.path.isabs(str(file.get("path"))) for file in files):
+                raise gradio.Error(NOT_UPLOADED)
+            super().validate_inputs(block_fn, inputs)
 
-    def validate_inputs(function: Any, inputs: list[Any]) -> None:
-        if function.inputs and not inputs:
-            raise gradio.Error(NO_IMAGE)
-        files = [value for value in inputs if isinstance(value, dict)]
-        if not all(os.path.isabs(str(file.get("path"))) for file in files):
-            raise gradio.Error(NOT_UPLOADED)
-        validate(function, inputs)
-
-    page.validate_inputs = validate_inputs
+    return PageOfFiles
 
 
 def _pictures(gradio: Any, name: str, pictures: Sequence[Any], columns: int, visible: bool) -> Any:

@@ -35,7 +35,6 @@ from lightning_retrieval.search.commands.embedding import (
 from lightning_retrieval.search.commands.shared import PretrainedBackbone
 from lightning_retrieval.search.embedding_folder import (
     DTYPES,
-    FILE_FORMATS,
     SHARD_SIZE,
     EmbeddingFolder,
     EmbeddingManifest,
@@ -160,9 +159,9 @@ def summary(done: EmbeddedFolder) -> str:
     renewed = ""
     if done.renewed > 0:
         renewed = f"; made again, because images in them have changed: {done.renewed}"
-    files = f"{shards} {manifest.file_format} files"
+    files = f"{shards} Parquet files"
     if shards == 1:
-        files = f"1 {manifest.file_format} file"
+        files = "1 Parquet file"
     return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
 
 
@@ -176,7 +175,6 @@ def embed_images(
     columns: ColumnNames = None,
     delimiter: str = ",",
     transform: str | None = None,
-    file_format: Literal["parquet", "npy"] = "parquet",
     shard_size: int = SHARD_SIZE,
     dtype: Literal["float32", "float16"] = "float32",
     batch_size: int = 32,
@@ -187,18 +185,17 @@ def embed_images(
     precision: str = PRECISIONS[0],
     side: Side = "candidates",
 ) -> EmbeddedFolder:
-    """Embed images or texts into a folder of Parquet or .npy files. Existing files are kept.
+    """Embed images or texts into a folder of Parquet files. Existing files are kept.
 
     With several devices or nodes, Lightning Fabric starts a process for each device, and each process calls this
     function again. Each process embeds the images of whole files. The files therefore do not depend on the number of
     processes, and a later call with another number of processes can continue. A file is written again if the size or
     the modification time of one of its images has changed.
 
-    The arguments are the options of the command, see `functions.embed`, but for two:
+    The arguments are the options of the command, see `functions.embed`, but for one:
 
     Args:
         checkpoint: as for `index_images`.
-        file_format: the option `format`.
 
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
@@ -209,7 +206,6 @@ def embed_images(
     Cost:
         Memory in each process for the embeddings of one shard and for the list of images.
     """
-    check_choice("file_format", file_format, FILE_FORMATS)
     check_choice("dtype", dtype, DTYPES)
     check_choice("precision", precision, PRECISIONS)
     check_choice("side", side, SIDES)
@@ -228,8 +224,7 @@ def embed_images(
     if listed is None:
         listed = _list_queries(embedder, images, root, table_format)
         about = {**about, "side": side}
-    if file_format == "parquet":
-        check_unicode(listed.paths)
+    check_unicode("paths", listed.paths)
     fabric = new_fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
     launch(fabric)
     embedder = embedder.on(str(fabric.device))
@@ -240,7 +235,6 @@ def embed_images(
         preparation=about["preparation"],
         dim=embedder.dim(),
         shard_size=shard_size,
-        file_format=file_format,
         dtype=dtype,
         precision=str(fabric.strategy.precision.precision),
         about={**about, "images": name_folder(listed.root)},
@@ -264,7 +258,7 @@ def _embed_missing(
         return digest_of_files(listed.files(positions))
 
     with closing(share_folder(output, lambda: manifest, image_files)) as shared:
-        collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
+        collector = ShardCollector(shared.begin(manifest.dim), shared.image_files)
         with fabric.autocast():
             for batch in _embedded(embedder, listed, list(shared.ranges)):
                 _collect(batch, listed, collector)
@@ -275,14 +269,14 @@ def _embed_missing(
 
 def _collect(batch: EmbeddedBatch, listed: ListedImages | ListedTexts, collector: ShardCollector) -> None:
     """Pass the rows of a batch, and its unreadable images, to the collector."""
-    for image in batch.unreadable:
-        collector.add_unreadable(image.position, image.path, image.reason)
-    if batch.embeddings is None:
-        return
+    embeddings = np.zeros((0, collector.folder.manifest.dim), np.float32)
+    if batch.embeddings is not None:
+        embeddings = batch.embeddings.numpy()
     paths = [listed.paths[position] for position in batch.positions]
     labels = [listed.labels[position] for position in batch.positions]
-    ids = np.array(batch.positions, dtype=np.int64)
-    collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
+    unreadable = [(image.path, image.reason) for image in batch.unreadable]
+    first = [*batch.positions, *(image.position for image in batch.unreadable)][0]
+    collector.add(first, ShardRows(np.array(batch.positions, np.int64), embeddings, paths, labels, unreadable))
 
 
 def new_fabric(device: str | None, *, devices: int, num_nodes: int = 1, precision: str = PRECISIONS[0]) -> Fabric:

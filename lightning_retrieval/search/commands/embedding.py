@@ -27,7 +27,7 @@ from lightning_retrieval.checkpoints import (
     is_of_another_program,
     read_checkpoint,
 )
-from lightning_retrieval.checks import check_integer, first_line, first_of
+from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.command_line import printable
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
@@ -167,9 +167,6 @@ def images_in_folder(folder: Path) -> ListedImages:
     """
     folder = folder_of_images(folder)
     found = image_files(folder)
-    if found.special and rank() == 0:
-        shown = printable(first_of(found.special))
-        print(f"Skipped files that are not regular files, but FIFOs, sockets or devices: {shown}.", file=sys.stderr)
     if not found.paths:
         got = f"{folder}, which holds no image"
         if found.others:

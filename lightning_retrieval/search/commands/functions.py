@@ -142,7 +142,6 @@ def embed(
     output: Path,
     root: ExistingPath | None = None,
     table: TableOptions,
-    format: Literal["parquet", "npy"] = "parquet",
     shard_size: int = 10_000,
     dtype: Literal["float32", "float16"] = "float32",
     devices: int = 1,
@@ -159,7 +158,6 @@ def embed(
         side: which network of a checkpoint with two networks embeds them.
         output: new folder, or one that this command began; files of it whose images have changed are made again.
         root: folder that the table's paths are relative to; by default the table's.
-        format: format of the files.
         shard_size: images of a file; a kill costs at most these in each process.
         dtype: type of the numbers in the files.
         devices: number of GPUs of each machine, or of processes on CPUs.
@@ -183,7 +181,6 @@ def embed(
             root=root,
             **vars(table),
             transform=transform,
-            file_format=format,
             shard_size=shard_size,
             dtype=dtype,
             devices=devices,

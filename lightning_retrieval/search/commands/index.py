@@ -40,7 +40,7 @@ from lightning_retrieval.search.commands.stores import (
     new_index,
     opened_index,
 )
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, labelled_rows
 from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
@@ -277,7 +277,7 @@ def choose_threshold(
         rule = "must be of the model of the index"
         raise InvalidValue(rule, argument="validation", got=f"{validation}, but {difference}", cure="embed again")
     metrics = RetrievalMetrics()
-    metrics.update(*map(torch.from_numpy, folder.labelled("validation")))
+    metrics.update(*map(torch.from_numpy, labelled_rows(folder, "validation")))
     scores = nearest_scores(metrics)
     if len(scores.positives) == 0:
         rule = "must have several images of a label"

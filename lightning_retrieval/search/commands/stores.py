@@ -24,11 +24,11 @@ from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
+from lightning_retrieval.search.embedding_folder import check_unicode
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 from lightning_retrieval.search.store.index import RetrievalIndex
-from lightning_retrieval.search.store.milvus_connection import check_dim, check_store
-from lightning_retrieval.search.store.milvus_store import MilvusStore, check_no_missing, check_path_bytes
+from lightning_retrieval.search.store.milvus_store import MilvusStore, check_no_missing
 from lightning_retrieval.search.store.rows import Rows, plain_values
 from lightning_retrieval.search.store.storage import MANIFEST, check_folder
 
@@ -267,17 +267,16 @@ class MilvusCollection:
             rule = "must be 1 with a store in Milvus, which distributes rows by itself"
             raise InvalidValue(rule, argument="shards", got=settings.shards)
         with reported_as(uri="store", name="output"):
-            check_store(uri, name, settings.factory, settings.parameters)
+            MilvusStore.check_new(uri, name, settings.factory, settings.parameters)
         self._address = (uri, name)
         self._settings = settings
 
     def check_dim(self, dim: int) -> None:
-        """Raise if Milvus cannot store embeddings of this dimension."""
-        check_dim(dim)
+        """Accept all dimensions: Milvus has them from 2 to 32,768."""
 
     def check_rows(self, rows: NewRows) -> None:
         """Raise if Milvus cannot store these paths, or a number is missing."""
-        check_path_bytes(rows.paths)
+        check_unicode("paths", rows.paths)
         check_no_missing(rows.columns, "metadata")
 
     def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:

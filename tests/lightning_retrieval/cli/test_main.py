@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -263,3 +264,33 @@ def test_env_shows_what_a_bug_report_needs(capsys):
     assert values["GPUs"] == str(torch.cuda.device_count())
     assert values["Python"].startswith("3.")
     assert "ruff" not in values  # of those who work on the library
+
+
+def test_a_command_opens_photographs_of_any_size(tmp_path):
+    """Here of more than twice the pixels of which Pillow warns."""
+    (tmp_path / "photos").mkdir()
+    Image.new("1", (20_000, 10_000), 1).save(tmp_path / "photos/a.png")
+    program = [sys.executable, "-m", "lightning_retrieval.cli", "shrink", "--size=8", "photos", "small"]
+    subprocess.run(program, cwd=tmp_path, check=True)
+    with Image.open(tmp_path / "small/a.png") as image:
+        assert image.size == (16, 8)
+
+
+FAULTS = """
+import resource
+from lightning_retrieval.command_line import imports_of_command
+with imports_of_command():
+    import torch
+for batch in range(20):
+    if batch == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc hands the memory of each batch back")
+def test_a_command_keeps_the_memory_of_a_batch_for_the_next():
+    """The system need not clear its pages, of 4 KiB, again."""
+    ended = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 1 << 14

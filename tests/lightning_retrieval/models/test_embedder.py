@@ -95,6 +95,7 @@ def test_half_precision_gives_unit_rows(dtype):
         torch.testing.assert_close(embeddings, exact, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.filterwarnings("ignore:Embedder. freeze_batch_norm")
 def test_frozen_batch_norm_stays_frozen_and_its_affine_parameters_train():
     embedder = Embedder("glyph_net", 5, freeze_batch_norm=True)
     parent = nn.Sequential(embedder)
@@ -113,6 +114,30 @@ def test_frozen_batch_norm_stays_frozen_and_its_affine_parameters_train():
     assert not any(module.training for module in parent.modules())
 
 
+def statistics_of_resnet18(tmp_path):
+    """A file of weights whose batch norms have seen images."""
+    network = models.resnet18().train()
+    network(torch.rand(4, 3, 32, 32))
+    torch.save(network.state_dict(), tmp_path / "weights.pth")
+    return network
+
+
+def test_batch_norm_with_the_statistics_of_a_new_network_warns_if_it_is_frozen(tmp_path):
+    trained = statistics_of_resnet18(tmp_path)
+    for new in ("resnet18", "glyph_net", models.resnet18(), GlyphNet()):
+        with pytest.warns(UserWarning, match=r"Embedder: freeze_batch_norm.* `weights`"):
+            embedder = Embedder(new, 8, freeze_batch_norm=True)
+        assert embedder.freeze_batch_norm
+        Embedder(new, 8)
+    embedder = Embedder("resnet18", 8, freeze_batch_norm=True, weights=str(tmp_path / "weights.pth"))
+    Embedder(trained, 8, feature_dim=1000, freeze_batch_norm=True)
+    Embedder(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), 8, freeze_batch_norm=True)
+    with torch.device("meta"):
+        Embedder("resnet18", 8, freeze_batch_norm=True)
+    embedder.save_pretrained(tmp_path / "saved")
+    assert Embedder.from_pretrained(tmp_path / "saved").freeze_batch_norm
+
+
 def test_batch_norm_updates_its_statistics_if_not_frozen():
     embedder = Embedder("glyph_net", 5)
     before = {name: value.clone() for name, value in embedder.named_buffers()}
@@ -120,6 +145,7 @@ def test_batch_norm_updates_its_statistics_if_not_frozen():
     assert not any(value.equal(before[name]) for name, value in embedder.named_buffers())
 
 
+@pytest.mark.filterwarnings("ignore:Embedder. freeze_batch_norm")
 def test_init_args_describe_the_embedder():
     settings = {
         "backbone": "glyph_net",
@@ -164,6 +190,7 @@ def test_convolutions_have_their_channels_last_and_files_do_not_depend_on_it(tmp
     assert weights[0][-1000:] == weights[1][-1000:]
 
 
+@pytest.mark.filterwarnings("ignore:Embedder. freeze_batch_norm")
 def test_copies_of_a_user_s_backbone_are_equal():
     model = Embedder(Backbone(feature_map, channels=1), 5, freeze_batch_norm=True)
     images = torch.rand(2, 1, 32, 32)

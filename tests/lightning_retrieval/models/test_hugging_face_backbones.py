@@ -7,7 +7,7 @@ import torch
 
 from lightning_retrieval.models import Embedder, TextEmbedder
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL, write_folder
+from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL, write_folder, write_text_folder
 
 transformers = pytest.importorskip("transformers")
 POOLED = ("dinov2", "dinov2_with_registers", "clip_vision_model", "siglip_vision_model", "resnet")
@@ -106,6 +106,32 @@ def test_the_image_part_of_a_model_of_images_and_text():
     assert embedder.backbone_args["model_type"] == "clip_vision_model"
 
 
+def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_folder(tmp_path / "images")
+    write_text_folder(tmp_path / "texts", "bert")
+    assert type(of_folder("~/images").backbone.model).__name__ == "Dinov2Model"
+    assert TextEmbedder("hf/~/texts", 8, weights="DEFAULT").tokenizer(["red shoes"]).shape == (1, 4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_file_that_transformers_has_written(kind, folder_of):
+    """The names in it need not be those of the network."""
+    folder, model = folder_of(kind)
+    loaded = Embedder(f"hf/{folder}", 8, weights=str(folder / "model.safetensors")).backbone.model.state_dict()
+    state = model.state_dict()
+    assert all(value.equal(state[name]) for name, value in loaded.items())
+
+
+@pytest.mark.parametrize("weights", ["DEFAULT", "model.safetensors"])
+def test_weights_of_other_shapes_than_the_config(weights, tmp_path):
+    write_folder(tmp_path, "vit")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 8}))
+    with pytest.raises(ValueError, match=r"^Embedder: "):
+        Embedder(f"hf/{tmp_path}", 8, weights=weights.replace("model", f"{tmp_path}/model"))
+
+
 def test_a_local_file_of_weights(tmp_path):
     kind = "vit"
     model = write_folder(tmp_path, kind)
@@ -193,7 +219,7 @@ def test_the_code_of_a_repository_is_not_run(repository, weights, arguments):
 @pytest.mark.hostile
 def test_nobody_trusts_the_code_of_a_repository(repository, tmp_path):
     settings = {"backbone": f"hf/{repository[0]}", "backbone_args": {"trust_remote_code": True}}
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone`"):
         Embedder(**settings)
     Embedder("glyph_net", 8).save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved/config.json").read_text())
@@ -216,14 +242,6 @@ def test_a_model_of_transformers_whose_repository_also_has_code(repository):
     assert "auto_map" not in embedder.backbone_args
     with without_pretrained_weights():
         Embedder(**embedder.init_args())
-
-
-def test_a_file_cannot_ask_for_pretrained_weights_of_a_part():
-    """Detectors of older releases of transformers download them when they are built."""
-    config = {"model_type": "vit", **SMALL, "use_pretrained_backbone": True}
-    with without_pretrained_weights():
-        embedder = Embedder("hf/a/b", 8, backbone_args=config)
-    assert embedder.backbone.model.config.use_pretrained_backbone is False
 
 
 @pytest.mark.hostile

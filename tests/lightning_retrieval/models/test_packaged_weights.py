@@ -27,7 +27,7 @@ def waves(size):
 @INSTALLED
 def test_known_logits():
     """Those of the package's own network; an embedder leaves out the classifier that gives them."""
-    _, tensors = timm_backbones.packaged_tensors(timm, NAME, WEIGHTS)
+    _, tensors = timm_backbones.packaged_tensors(timm, NAME)
     network = timm.create_model(NAME).eval()
     network.load_state_dict(tensors)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_known_logits():
 
 @INSTALLED
 def test_every_tensor_is_that_of_the_file():
-    _, tensors = timm_backbones.packaged_tensors(timm, NAME, WEIGHTS)
+    _, tensors = timm_backbones.packaged_tensors(timm, NAME)
     embedder = Embedder(f"{BACKBONE}.in1k", 8, weights=WEIGHTS)
     loaded = embedder.backbone.model.state_dict()
     assert tensors.keys() - loaded.keys() == {"classifier.weight", "classifier.bias"}
@@ -60,7 +60,7 @@ class Distribution:
 
 
 def test_another_file_in_the_package_is_not_loaded(tmp_path, monkeypatch):
-    file = tmp_path / timm_backbones.PACKAGED_WEIGHTS[WEIGHTS].file
+    file = tmp_path / timm_backbones.PACKAGED_FILE
     file.parent.mkdir(parents=True)
     file.write_bytes(b"other")
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution(tmp_path))

@@ -177,31 +177,3 @@ def test_texts_are_cut_at_the_length_of_the_model(kind, length, tmp_path):
     tokens = embedder.tokenizer(["red " * 30])
     assert tokens.shape[1] == length
     assert torch.isfinite(embedder(tokens)).all()
-
-
-def bytes_of(text):
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("state", [bytes_of("not JSON"), bytes_of('{"tokenizer": "{}", "max_length": 4}'), "text"])
-def test_a_damaged_tokenizer_changes_nothing(state, tmp_path):
-    write_text_folder(tmp_path, "bert")
-    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
-    before = embedder.tokenizer(TEXTS)
-    with pytest.raises(ValueError, match=r"^TextEmbedder: "):
-        embedder.set_extra_state(state)
-    assert torch.equal(embedder.tokenizer(TEXTS), before)
-
-
-@pytest.mark.hostile
-def test_a_tokenizer_with_more_tokens_than_the_model_is_not_loaded(tmp_path):
-    write_text_folder(tmp_path, "bert")
-    embedder = TextEmbedder(f"hf/{tmp_path}", 8)
-    state = embedder.state_dict()
-    (name,) = (name for name in state if name.endswith("_extra_state"))
-    content = json.loads(state[name].numpy().tobytes())
-    tokenizer = json.loads(content["tokenizer"])
-    tokenizer["model"]["vocab"]["red"] = 40
-    content["tokenizer"] = json.dumps(tokenizer)
-    with pytest.raises(ValueError, match="tokens below 40"):
-        embedder.load_state_dict({**state, name: bytes_of(json.dumps(content))})

@@ -36,11 +36,10 @@ def predict(recorded, **settings):
 
 @pytest.fixture
 def photos():
-    """Photographs, copies of them, an empty folder and a folder of other files, in the working directory."""
+    """Photographs and a folder of other files, in the working directory."""
 
     def shrink(*arguments):
         write_image(Path("photos/1.jpg"), size=(20, 10))
-        Path("empty").mkdir()
         Path("full").mkdir()
         Path("full/mine.txt").write_text("")
         return arguments
@@ -54,7 +53,7 @@ TABLE = {
         (lambda: Preparation(0), InvalidValue, "image_size"),
         (lambda: Preparation(resize=200), InvalidValue, "resize"),  # less than the image size
         (lambda: Preparation((8, 9), resize=(9, 8)), InvalidValue, "resize"),
-        (lambda: Preparation(resize="crop"), InvalidValue, "resize"),
+        (lambda: Preparation(resize="crop"), InvalidType, "resize"),
         (lambda: Preparation(None, resize="fit"), InvalidValue, "image_size"),
         (lambda: Preparation(interpolation="linear"), InvalidValue, "interpolation"),
         (lambda: Preparation(channels=1), InvalidValue, "mean"),  # of three channels
@@ -67,8 +66,8 @@ TABLE = {
         (lambda: Preparation(fill="white"), InvalidValue, "fill"),  # without padding
         (lambda: Preparation.named("plane"), InvalidValue, "name"),
         (lambda: Preparation()(np.zeros((4, 4, 3), np.uint8)), InvalidType, "image"),
-        (lambda: Preparation()(torch.zeros(3, 4, 4)), InvalidType, "image"),
-        (lambda: Preparation()(PIXELS.permute(1, 2, 0)), InvalidValue, "image"),
+        (lambda: Preparation()(torch.zeros(3, 4, 4)), InvalidType, "images"),
+        (lambda: Preparation()(PIXELS.permute(1, 2, 0)), InvalidValue, "images"),
         (lambda: Preparation().normalize(torch.zeros(3, 4, 4)), InvalidType, "images"),
         (lambda: Preparation().undo(torch.zeros(1, 4, 4)), InvalidValue, "images"),
     ],
@@ -82,13 +81,9 @@ TABLE = {
         (lambda: predict(Preparation(resize="fit", fill="red"), fill="border"), InvalidValue, "", "border"),
     ],
     "shrink": [
-        (lambda photos: photos("none", "new"), SystemExit, "PHOTOS", "none"),
-        (lambda photos: photos("empty", "new"), SystemExit, "PHOTOS", "empty"),
-        (lambda photos: photos("photos", "photos"), SystemExit, "SMALL", "photos"),
-        (lambda photos: photos("photos", "photos/small"), SystemExit, "SMALL", "photos/small"),
-        (lambda photos: photos("photos", "."), SystemExit, "SMALL"),
-        (lambda photos: photos("photos", "full"), SystemExit, "SMALL", "full"),  # of files that are not copies
-        (lambda photos: photos("photos", "new", "--size=0"), SystemExit, "--size", "0"),
+        (lambda photos: photos("photos", "photos"), SystemExit, "OUTPUT", "photos"),
+        (lambda photos: photos("photos", "."), SystemExit, "OUTPUT"),
+        (lambda photos: photos("photos", "full"), SystemExit, "OUTPUT", "full"),  # of files that are not copies
     ],
 }
 test_invalid_arguments_raise = refusal_test(TABLE)

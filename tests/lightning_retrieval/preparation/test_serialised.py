@@ -14,6 +14,7 @@ from lightning_retrieval.preparation.serialised import (
     named_transform,
     of_pil_images,
     rebuild_transform,
+    recorded_preparation,
     serialise_transform,
 )
 
@@ -65,11 +66,17 @@ def test_a_function_is_not_imported_without_its_name(planted):
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     "forged",
-    [{"class_path": "os.system", "init_args": {"x": 1}}, {"preparation": {"image_size": 0}}, {"function": [1]}, "text"],
+    [
+        {"class_path": "os.system", "init_args": {"x": 1}},
+        {"preparation": {"image_size": 0}},
+        {"function": [1]},
+        {"function": None, "preparation": {}},
+        "text",
+    ],
 )
 def test_other_data_describe_no_transform(forged):
     with pytest.raises(ValueError, match="transform"):
-        rebuild_transform(forged)
+        recorded_preparation(forged)
 
 
 def test_names_of_callers():

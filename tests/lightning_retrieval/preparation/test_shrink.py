@@ -13,7 +13,6 @@ from PIL import Image, ImageCms
 
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.files import temporary_path
 from lightning_retrieval.preparation.shrink import shrink_images
 from tests.datamodules.pictures import write_pictures_of_all_kinds
 from tests.datamodules.trees import write_image
@@ -146,7 +145,7 @@ def test_nothing_is_copied_through_a_link_that_leads_out(tmp_path, capsys):
     (photos / "file.png").symlink_to(other / "private.png")
     (photos / "folder").symlink_to(other)
     assert run(capsys, photos, small, "--size=50")[0] == 1
-    assert sorted(files_below(small)) == [".shrunk", "in/1.png", "in/2.png", "in/linked.png"]
+    assert sorted(files_below(small)) == [".shrunk-50", "in/1.png", "in/2.png", "in/linked.png"]
     shutil.rmtree(small / "in")
     (small / "in").symlink_to(other)
     code, _, err = run(capsys, photos, small, "--size=50")
@@ -208,15 +207,6 @@ def test_images_that_cannot_be_read_are_named_and_the_others_written(tmp_path, c
     for line, name in zip(err.splitlines(), ("0.png", "text.jpg"), strict=True):
         assert name in line
     assert sorted(name for name in files_below(tmp_path / "small") if not name.startswith(".")) == ["1.png", "2.png"]
-
-
-def test_a_call_that_was_killed_before_the_first_copy_is_continued(tmp_path):
-    """Killed while it wrote the size of the copies: the file beside its target is left."""
-    write_image(tmp_path / "photos/a.jpg", size=(90, 60))
-    (tmp_path / "small").mkdir()
-    temporary_path(tmp_path / "small/.shrunk").write_bytes(b"4")
-    counts, _ = shrink_images(tmp_path / "photos", tmp_path / "small", 40)
-    assert counts == {"resized": 1}
 
 
 def test_a_data_module_reads_the_copies_as_the_photographs(tmp_path):

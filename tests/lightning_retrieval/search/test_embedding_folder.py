@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from lightning_retrieval import RetrievalIndex
+from lightning_retrieval import RetrievalIndex, read_embeddings
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 from lightning_retrieval.search.shared_folder import share_folder
 from lightning_retrieval.search.store.rows import FolderRows
@@ -20,7 +20,6 @@ from tests.lightning_retrieval.search.store.vectors import memory
 MANIFEST = EmbeddingManifest(
     images=5, images_sha256="list", model_sha256="model", preparation={"transform": "plain"}, dim=3, shard_size=2
 )
-FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
 
 
 def rows_of(folder, shard, unreadable=()):
@@ -38,18 +37,17 @@ def assert_same(found, expected):
     assert (found.paths, found.labels, found.unreadable) == (expected.paths, expected.labels, expected.unreadable)
 
 
-def begun(path, file_format):
+def begun(path):
     """A folder without its second shard; the rows of the first."""
-    folder = EmbeddingFolder.create(path / "e", dataclasses.replace(MANIFEST, file_format=file_format))
+    folder = EmbeddingFolder.create(path / "e", MANIFEST)
     written = rows_of(folder, 0, unreadable=(1,))
     folder.write(0, written)
     folder.write(2, rows_of(folder, 2))
     return folder, written
 
 
-@FORMATS
-def test_rows_come_back_exactly(tmp_path, file_format):
-    folder, written = begun(tmp_path, file_format)
+def test_rows_come_back_exactly(tmp_path):
+    folder, written = begun(tmp_path)
     folder.write(1, rows_of(folder, 1, unreadable=(2, 3)))
     loaded = EmbeddingFolder.load(tmp_path / "e")
     assert loaded.manifest == folder.manifest
@@ -57,11 +55,16 @@ def test_rows_come_back_exactly(tmp_path, file_format):
     assert_same(loaded.read(2), rows_of(folder, 2))
     assert loaded.read(1).embeddings.shape == (0, 3)
     assert loaded.unreadable() == [("1.jpg", "why\n"), ("2.jpg", "why\n"), ("3.jpg", "why\n")]
+    stored = read_embeddings(str(tmp_path / "e"))
+    np.testing.assert_array_equal(
+        stored.embeddings, np.concatenate([written.embeddings, rows_of(folder, 2).embeddings])
+    )
+    assert (stored.ids.tolist(), stored.labels) == ([0, 4], ["class 0", None])
+    assert stored.paths == ["ä 0.jpg", "ä 4.jpg"]
 
 
-@FORMATS
-def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_file(tmp_path, file_format, monkeypatch):
-    folder, _ = begun(tmp_path, file_format)
+def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_file(tmp_path, monkeypatch):
+    folder, _ = begun(tmp_path)
     assert [list(folder.positions(shard)) for shard in range(3)] == [[0, 1], [2, 3], [4]]
     assert EmbeddingFolder.create(tmp_path / "e", folder.manifest).missing() == [1]
     with pytest.raises(ValueError, match="1 of its 3 shards"):
@@ -83,7 +86,7 @@ def test_a_failed_write_leaves_no_shard_and_missing_shards_are_those_without_a_f
 
 
 def test_other_readers_see_one_table(tmp_path):
-    folder, _ = begun(tmp_path, "parquet")
+    folder, _ = begun(tmp_path)
     folder.write(1, rows_of(folder, 1))
     with folder.lock():
         table = pyarrow.parquet.read_table(folder.path)
@@ -101,7 +104,6 @@ def test_a_folder_of_other_embeddings_is_not_continued(tmp_path):
         {"images_sha256": "b"},
         {"images": 6},
         {"shard_size": 3},
-        {"file_format": "npy"},
         {"dim": 4},
         {"dtype": "float16"},
     ):
@@ -119,12 +121,11 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         EmbeddingFolder.load(tmp_path)
 
 
-@FORMATS
-def test_a_damaged_or_emptied_shard_is_named(tmp_path, file_format):
-    folder, written = begun(tmp_path, file_format)
+def test_a_damaged_or_emptied_shard_is_named(tmp_path):
+    folder, written = begun(tmp_path)
     folder.read(0)
     np.testing.assert_array_equal(folder.read_again(0), written.embeddings)
-    file = tmp_path / "e" / f"part-00000.{file_format}"
+    file = tmp_path / "e" / "part-00000.parquet"
     damaged = bytearray(file.read_bytes())
     damaged[damaged.index(written.embeddings.tobytes()[:4])] ^= 1
     file.write_bytes(damaged)
@@ -167,7 +168,7 @@ SIZES = (1000, 0, 1000, 1000, 1000, 1000, 300)  # no image of the second file co
 @pytest.mark.parametrize(("factory", "dtype"), [("Flat", "float32"), ("IVF2,Flat", "float16")])
 def test_an_index_of_a_folder_is_that_of_one_tensor(tmp_path, factory, dtype):
     """Of files that do not divide the rows as the index does when it reads them."""
-    manifest = dataclasses.replace(MANIFEST, images=7000, dim=5, shard_size=1000, file_format="npy", dtype=dtype)
+    manifest = dataclasses.replace(MANIFEST, images=7000, dim=5, shard_size=1000, dtype=dtype)
     folder = EmbeddingFolder.create(tmp_path, manifest)
     parts, ids = [], []
     for shard, size in enumerate(SIZES):
@@ -188,7 +189,7 @@ def test_an_index_of_a_folder_is_that_of_one_tensor(tmp_path, factory, dtype):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
 def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path):
     """The peak of a build of 100 MiB of vectors in blocks of 32 MiB and files of 4 MiB."""
-    manifest = dataclasses.replace(MANIFEST, images=204_800, dim=128, shard_size=8192, file_format="npy")
+    manifest = dataclasses.replace(MANIFEST, images=204_800, dim=128, shard_size=8192)
     folder = EmbeddingFolder.create(tmp_path, manifest)
     values = np.random.default_rng(0).normal(size=(8192, 128)).astype(np.float32)
     for shard in range(len(folder)):
@@ -205,7 +206,7 @@ def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path):
     assert added < 185  # 220 if faiss doubled its memory whenever it is full
 
 
-SHARED = dataclasses.replace(MANIFEST, images=9, dim=0, file_format="npy")
+SHARED = dataclasses.replace(MANIFEST, images=9, dim=0)
 
 
 def shared(path, **changed):
@@ -246,7 +247,7 @@ def share_on_rank(rank, world_size, folder):
 
 def test_processes_share_a_folder_and_its_errors(tmp_path, run_processes):
     EmbeddingFolder.create(tmp_path / "e", dataclasses.replace(SHARED, dim=3))
-    (tmp_path / "e" / "part-00001.npy").touch()
+    (tmp_path / "e" / "part-00001.parquet").touch()
     EmbeddingFolder.create(tmp_path / "other", dataclasses.replace(SHARED, dim=3, model_sha256="b"))
     results = run_processes(share_on_rank, 2, tmp_path)
     assert [shards for shards, _, _ in results] == [[0, 3], [2, 4]]

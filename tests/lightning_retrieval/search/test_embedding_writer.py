@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import RetrievalModule, SmoothAPLoss, read_embeddings
 from lightning_retrieval.callbacks import EmbeddingWriter
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.files import file_digest
@@ -25,7 +25,7 @@ def new_module(inputs=6, seed=0):
 
 
 def predict(output, data=None, module=None, trainer_settings=(), **settings):
-    settings = {"file_format": "npy", "shard_size": 4, **settings}
+    settings = {"shard_size": 4, **settings}
     trainer = pl.Trainer(callbacks=EmbeddingWriter(output, **settings), **{**QUIET, **dict(trainer_settings)})
     data = data or DataLoader(LABELLED, batch_size=3)
     assert trainer.predict(module or new_module(), data, return_predictions=False) is None
@@ -62,9 +62,12 @@ def test_ids_need_not_be_positions(tmp_path):
 
 
 def test_images_alone_and_a_limit_of_batches(tmp_path):
-    predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3), trainer_settings={"limit_predict_batches": 2})
-    assert ids_of(tmp_path / "e") == [[0, 1, 2, 3], [4, 5]]
-    assert shards_of(tmp_path / "e")[0].labels == [None] * 4
+    predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3))
+    stored = read_embeddings(tmp_path / "e")
+    assert (stored.ids.tolist(), stored.paths, stored.labels) == (list(range(10)), [""] * 10, [None] * 10)
+    settings = {"trainer_settings": {"limit_predict_batches": 2}, "shard_size": 6}
+    predict(tmp_path / "f", DataLoader(IMAGES, batch_size=3), **settings)
+    assert ids_of(tmp_path / "f") == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_the_last_images_are_written_with_drop_last_too(tmp_path):
@@ -116,17 +119,17 @@ def test_a_prediction_that_was_interrupted_keeps_complete_files(tmp_path):
     module.predict_step = interrupted
     with pytest.raises(RuntimeError, match=r"^stop$"):
         predict(tmp_path / "e", module=module)
-    assert sorted(path.name for path in (tmp_path / "e").glob("*.npy")) == ["part-00000.npy"]
-    before = (tmp_path / "e" / "part-00000.npy").stat().st_mtime_ns
+    assert sorted(path.name for path in (tmp_path / "e").glob("*.parquet")) == ["part-00000.parquet"]
+    before = (tmp_path / "e" / "part-00000.parquet").stat().st_mtime_ns
     predict(tmp_path / "e")
     assert len(ids_of(tmp_path / "e")) == 3
-    assert (tmp_path / "e" / "part-00000.npy").stat().st_mtime_ns == before
+    assert (tmp_path / "e" / "part-00000.parquet").stat().st_mtime_ns == before
 
 
 def test_the_manifest_names_the_checkpoint(tmp_path):
     trainer = predict(tmp_path / "e")
     trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
-    callback = EmbeddingWriter(tmp_path / "f", file_format="npy")
+    callback = EmbeddingWriter(tmp_path / "f")
     settings = {"ckpt_path": str(tmp_path / "model.ckpt"), "return_predictions": False, "weights_only": True}
     pl.Trainer(callbacks=callback, **QUIET).predict(new_module(seed=1), DataLoader(LABELLED), **settings)
     manifest = EmbeddingFolder.load(tmp_path / "f").manifest
@@ -155,28 +158,27 @@ def predict_in_processes(rank, world_size, folder):
 def test_each_process_writes_whole_files_that_are_missing(tmp_path, run_processes):
     predict(tmp_path / "one")
     predict(tmp_path / "e")
-    (tmp_path / "e" / "part-00001.npy").unlink()
-    (tmp_path / "e" / "part-00002.npy").unlink()
+    (tmp_path / "e" / "part-00001.parquet").unlink()
+    (tmp_path / "e" / "part-00002.parquet").unlink()
     results = run_processes(predict_in_processes, 2, tmp_path, backend=None)
     assert [seen for seen, _ in results] == [[4, 5, 6, 7], [8, 9]]
     assert results[0][1] == results[1][1]
     for number in range(3):
-        for suffix in ("npy", "json"):
-            name = f"part-0000{number}.{suffix}"
-            assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+        name = f"part-0000{number}.parquet"
+        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def test_embeddings_in_half_precision_take_half_of_the_space(tmp_path):
     predict(tmp_path / "e", dtype="float16")
     with torch.no_grad():
         expected = new_module().embed(IMAGES).half().numpy()
-    found = np.concatenate([np.load(tmp_path / "e" / f"part-0000{number}.npy") for number in range(3)])
+    found = read_embeddings(tmp_path / "e").embeddings
     assert found.dtype == np.float16
     np.testing.assert_array_equal(found, expected)
 
 
 def test_a_trainer_predicts_again(tmp_path):
-    writer = EmbeddingWriter(tmp_path / "e", file_format="npy", shard_size=4)
+    writer = EmbeddingWriter(tmp_path / "e", shard_size=4)
     trainer = pl.Trainer(callbacks=writer, **QUIET)
     for written in (3, 0):
         trainer.predict(new_module(), DataLoader(LABELLED, batch_size=3), return_predictions=False)

@@ -225,7 +225,7 @@ def test_a_compiled_loss_has_the_value_of_a_plain_one():
 VIT = {"image_size": 32, "backbone_args": {"depth": 1, "embed_dim": 24}}
 NETWORKS = {
     "vit": lambda: Embedder("timm/vit_tiny_patch16_224", 8, **VIT),
-    "adapted": lambda: AdaptedEmbedder(Embedder("glyph_net", 8, freeze_batch_norm=True), 8, 4),
+    "adapted": lambda: AdaptedEmbedder(Embedder("glyph_net", 8), 8, 4),
 }
 
 
@@ -248,8 +248,9 @@ def test_a_size_is_compiled_once_with_and_once_without_a_graph(chunk_size, sizes
     module, compiled, seen = plain_module(), [], []
 
     def backend(graph, inputs):
-        shapes = [tuple(image.shape) for image in inputs if isinstance(image, torch.Tensor) and image.shape[1:] == (6,)]
-        compiled.append((*shapes[0], torch.is_grad_enabled()))
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
+        (shape,) = (tuple(value.shape) for value in tensors if value.shape[1:] == (6,))
+        compiled.append((*shape, torch.is_grad_enabled()))
         return graph.forward
 
     class Count(pl.Callback):

@@ -7,7 +7,15 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_metric_learning.losses import ContrastiveLoss
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_retrieval import (
     CalibrationLoss,
@@ -30,13 +38,12 @@ def warnings_of_a_step(labels, ids, memory=None, **loader) -> list[str]:
     """What a first step says of its batch, from a loader that is not of this library."""
     data = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), labels, ids)
     module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(), memory=memory)
-    return warnings_with("first batch", fit, module, DataLoader(data, **{"batch_size": 24, **loader}), max_steps=1)
+    return warnings_with("an id of its own", fit, module, DataLoader(data, **{"batch_size": 24, **loader}), max_steps=1)
 
 
 @pytest.mark.parametrize("ids", [INDEX.remainder(23), CLASSES], ids=["one id of two classes", "labels as ids"])
 def test_ids_that_collide_warn(ids):
-    (message,) = warnings_of_a_step(CLASSES, ids)
-    assert f"{len(ids.unique())} different ids" in message
+    assert len(warnings_of_a_step(CLASSES, ids)) == 1
     assert warnings_of_a_step(CLASSES, INDEX) == []
 
 
@@ -45,6 +52,15 @@ def test_ids_that_repeat_although_each_image_is_drawn_once_warn():
     few = INDEX.clamp(max=20)
     for loader in ({"shuffle": True}, {}):
         assert len(warnings_of_a_step(CLASSES, few, **loader)) == 1
+
+
+def test_ids_that_collide_in_a_later_batch_warn():
+    """As those of two data sets, each of which begins at 0."""
+    data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX.remainder(20))
+    module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    loader = DataLoader(data, batch_sampler=[[0, 1, 6, 7], [12, 13, 18, 19], [2, 3, 22, 23]])
+    assert len(warnings_with("an id of its own", fit, module, loader, max_steps=2)) == 0
+    assert len(warnings_with("an id of its own", fit, module, loader, max_steps=3)) == 1
 
 
 def test_images_that_another_sampler_draws_several_times_do_not_warn():
@@ -71,17 +87,56 @@ class Wrapped:
         return iter(self.inner)
 
 
+class FromEpoch2(RetrievalModule):
+    """A module whose run continues in epoch 2."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.trainer.fit_loop.epoch_progress.current.completed = 2
+        self.trainer.fit_loop.epoch_progress.current.processed = 2
+
+
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped):
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_sampler_that_is_not_told_the_epoch_warns(is_wrapped, is_resumed):
     """Lightning tells it those of this library, but not what is inside of a user's own."""
     data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX)
-    sampler = PKSampler(CLASSES, classes_per_batch=2, samples_per_class=3)
-    loaders = [DataLoader(data, batch_sampler=sampler), RetrievalDataLoader(data, sampler)]
+    sampler, other = (PKSampler(CLASSES, classes_per_batch=2, samples_per_class=3) for _ in range(2))
+    of_torch = DistributedSampler(data, 1, 0)
+    loaders = [
+        DataLoader(data, batch_sampler=sampler),
+        RetrievalDataLoader(data, other),
+        DataLoader(data, batch_size=6, sampler=of_torch),
+    ]
+    warned = [False] * 3
     if is_wrapped:
-        loaders = [DataLoader(data, batch_sampler=Wrapped(sampler)), Wrapped(loaders[1])]
-    for loader in loaders:
-        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
-        assert len(warnings_with("not told the epoch", fit, module, loader, max_epochs=2)) == is_wrapped
+        loaders[0] = DataLoader(data, batch_sampler=Wrapped(sampler))
+        loaders[1] = Wrapped(loaders[1])
+        loaders[2] = DataLoader(data, batch_size=6, sampler=Wrapped(of_torch))
+        warned = [is_resumed, is_resumed, True]  # the samplers of this library count the epochs
+    for loader, warns in zip(loaders, warned, strict=True):
+        module = (FromEpoch2 if is_resumed else RetrievalModule)(nn.Linear(6, 4), SmoothAPLoss())
+        assert (len(warnings_with("not told the epoch", fit, module, loader, max_epochs=4)) > 0) == warns
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_with_the_labels_of_another_data_set_raises(num_workers):
+    """Those of the whole data set for a part of it, whose indices do not exist, and those of the part for the whole."""
+    data = TensorDataset(torch.randn(24, 6), CLASSES, INDEX)
+    part = Subset(data, range(0, 24, 2))
+    labels = {data: CLASSES, part: CLASSES[part.indices]}
+    for read in labels:
+        for known in labels:
+            sampler = PKSampler(labels[known], classes_per_batch=2, samples_per_class=3)
+            loader = DataLoader(read, batch_sampler=sampler, num_workers=num_workers)
+            module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+            if known is read:
+                fit(module, loader, max_steps=1)
+                continue
+            with pytest.raises(ValueError, match=r"dataset.*PKSampler"):
+                fit(module, loader, max_steps=1)
+            with pytest.raises(ValueError, match=r"dataset.*PKSampler"):
+                RetrievalDataLoader(read, sampler)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def indexed(glyphs):
 def embeddings(glyphs, tmp_path_factory):
     """The embeddings of the same images in three files of a folder."""
     path = tmp_path_factory.mktemp("embeddings") / "e"
-    embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", path, file_format="npy", shard_size=15, device="cpu")
+    embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", path, shard_size=15, device="cpu")
     return path
 
 

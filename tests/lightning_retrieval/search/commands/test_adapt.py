@@ -24,7 +24,7 @@ DIM, USEFUL = 24, 6
 def folder_of(path, checkpoint, rows, labels, **about):
     """A folder of embeddings, as if this checkpoint had made them."""
     known = {"preparation": {}, "checkpoint": str(checkpoint), "checkpoint_sha256": file_digest(checkpoint), **about}
-    what = {"images_sha256": "list", "model_sha256": "model", "file_format": "npy", "about": known}
+    what = {"images_sha256": "list", "model_sha256": "model", "about": known}
     what["preparation"] = known["preparation"]
     folder = EmbeddingFolder.create(
         path, EmbeddingManifest(images=len(rows), dim=rows.shape[1], shard_size=100, **what)
@@ -111,7 +111,7 @@ def test_every_command_takes_the_checkpoint(glyphs, embeddings, tmp_path, capsys
     args = ["--embeddings", embeddings, "--labels", labels, "--output", adapted, *options]
     assert run(capsys, "adapt", *args)[0] == 0
 
-    embed_images(adapted, images, tmp_path / "new", file_format="npy", device="cpu")
+    embed_images(adapted, images, tmp_path / "new", device="cpu")
     module = RetrievalModule.load_from_checkpoint(adapted)
     with torch.no_grad():
         expected = module.embedder.head(embeddings_in(embeddings)[1])

@@ -27,7 +27,7 @@ from tests.processes import start_processes
 
 
 def embedded(glyphs, output, **settings):
-    settings = {"file_format": "npy", "shard_size": 16, "device": "cpu", **settings}
+    settings = {"shard_size": 16, "device": "cpu", **settings}
     return embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", output, **settings)
 
 
@@ -54,28 +54,28 @@ def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys):
     """Under the same names, of a complete shard and of a missing one; shards without such images are kept."""
     shutil.copytree(glyphs[0] / "images", tmp_path / "images")
     args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--shard_size=16"]
-    args += ["--format=npy", f"--output={tmp_path / 'e'}"]
+    args += [f"--output={tmp_path / 'e'}"]
     assert command(capsys, "embed", *args)[0] == 0
-    (tmp_path / "e" / "part-00002.npy").unlink()
+    (tmp_path / "e" / "part-00002.parquet").unlink()
     paths = sorted(paths_of(tmp_path / "images"))
-    kept = (tmp_path / "e" / "part-00001.npy").stat().st_mtime_ns
+    kept = (tmp_path / "e" / "part-00001.parquet").stat().st_mtime_ns
     for path in (paths[3], paths[35]):
         image = Image.open(tmp_path / "images" / path).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         image.save(tmp_path / "images" / path)
     assert command(capsys, "embed", *args)[::2] == (0, "")
-    assert (tmp_path / "e" / "part-00001.npy").stat().st_mtime_ns == kept
-    embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", file_format="npy", device="cpu")
+    assert (tmp_path / "e" / "part-00001.parquet").stat().st_mtime_ns == kept
+    embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", device="cpu")
     expected, found = embeddings_in(tmp_path / "whole")[1], embeddings_in(tmp_path / "e")[1]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_damaged_file_is_not_continued(glyphs, tmp_path):
     embedded(glyphs, tmp_path / "e")
-    (tmp_path / "e" / "part-00002.npy").unlink()
-    (tmp_path / "e" / "part-00001.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"part-00001\.npy is damaged"):
+    (tmp_path / "e" / "part-00002.parquet").unlink()
+    (tmp_path / "e" / "part-00001.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"part-00001\.parquet is damaged"):
         embedded(glyphs, tmp_path / "e")
-    assert not (tmp_path / "e" / "part-00002.npy").exists()
+    assert not (tmp_path / "e" / "part-00002.parquet").exists()
 
 
 def embed_until_killed(rank, world_size, folder, output, dying):
@@ -84,7 +84,7 @@ def embed_until_killed(rank, world_size, folder, output, dying):
 
     def replace_until_killed(source, target):
         replaced.append(target)
-        if rank == dying and sum(str(name).endswith(".npy") for name in replaced) == 2:
+        if rank == dying and sum(str(name).endswith(".parquet") for name in replaced) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
@@ -115,22 +115,21 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
     done = embedded(glyphs, tmp_path / "e", shard_size=4)
     assert done.written == len(missing)
     for number in range(10):
-        name = f"part-{number:05d}.npy"
+        name = f"part-{number:05d}.parquet"
         assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not list((tmp_path / "e").glob(".*.tmp"))
 
 
 def test_a_file_name_that_is_not_unicode(glyphs, tmp_path, capsys):
-    """Files of NumPy and an index keep its bytes; a Parquet file cannot."""
+    """An index keeps its bytes; a Parquet file cannot."""
     name = os.fsdecode(b"caf\xe9.png")
     (tmp_path / "images").mkdir()
     shutil.copy(glyphs[0] / "images" / paths_of(glyphs[0] / "images")[3], tmp_path / "images" / name)
-    args = ["embed", f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}"]
-    assert "'caf\\udce9.png'" in error_of(capsys, *args, f"--output={tmp_path / 'parquet'}")
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}"]
+    assert "'caf\\udce9.png'" in error_of(capsys, "embed", *args, f"--output={tmp_path / 'parquet'}")
     assert not (tmp_path / "parquet").exists()
-    assert command(capsys, *args, f"--output={tmp_path / 'npy'}", "--format=npy")[0] == 0
     index = tmp_path / "index"
-    assert run(capsys, "index", f"--embeddings={tmp_path / 'npy'}", f"--output={index}")[0] == 0
+    assert command(capsys, "index", *args, f"--output={index}")[0] == 0
     query, page = os.path.join(tmp_path, "images", name), tmp_path / "page.html"
     assert command(capsys, "search", query, "--index", index, "--html", page)[0] == 0
     assert page.read_text(encoding="utf-8").count("<img") == 2
@@ -141,7 +140,7 @@ def test_tables_give_labels_and_boxes(glyphs, tmp_path):
     with (tmp_path / "t.csv").open("w", newline="") as file:
         rows = [[paths[0], "α", ""], [paths[1], "", "0 0 10 32"], [paths[2], "β", ""]]
         csv.writer(file).writerows([["image", "label", "box"], *rows])
-    settings = {"root": glyphs[0] / "images", "file_format": "npy"}
+    settings = {"root": glyphs[0] / "images"}
     embed_images(glyphs[0] / "model.ckpt", tmp_path / "t.csv", tmp_path / "e", **settings)
     (rows,) = all_rows(tmp_path / "e")
     assert (rows.paths, rows.labels) == (paths, ["α", None, "β"])
@@ -154,7 +153,7 @@ def test_unreadable_images_are_reported_also_by_the_run_that_continues(glyphs, t
     (tmp_path / "images").mkdir()
     Image.new("L", (32, 32)).save(tmp_path / "images" / "a.png")
     (tmp_path / "images" / "b\n.png").write_text("no image")
-    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--format=npy"]
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}"]
     for _ in range(2):
         code, _, err = command(capsys, "embed", *args, f"--output={tmp_path / 'e'}")
         assert (code, r"b\n.png" in err) == (1, True)
@@ -179,7 +178,7 @@ def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, c
     embedded(glyphs, tmp_path / "e")
     before = {path.name: path.read_bytes() for path in (tmp_path / "e").iterdir()}
     model, images = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--images", glyphs[0] / "images"]
-    to = ["--output", tmp_path / "e", "--format=npy", "--shard_size=16"]
+    to = ["--output", tmp_path / "e", "--shard_size=16"]
     for args in (
         ["--checkpoint", colour[0], *images, *to],
         [*model, "--images", glyphs[0] / "images" / "1", *to],

@@ -136,7 +136,7 @@ def test_a_service_without_this_library_embeds_as_it_does(tmp_path):
 def embedded(checkpoint, pictures):
     """The names and the embeddings of pictures, as `embed` embeds them."""
     output = checkpoint.with_suffix(".embeddings")
-    embed_images(checkpoint, pictures, output, file_format="npy", device="cpu")
+    embed_images(checkpoint, pictures, output, device="cpu")
     return embeddings_in(output)
 
 

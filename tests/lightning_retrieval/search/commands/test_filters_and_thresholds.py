@@ -228,7 +228,7 @@ def labelled_folder(path):
     names = [f"label {number}" for number in generator.integers(0, 9, 70)]
     centres = {name: generator.normal(size=6) for name in sorted(set(names))}
     rows = np.stack([centres[name] + 0.7 * generator.normal(size=6) for name in names]).astype(np.float32)
-    what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy"}
+    what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}}
     folder = EmbeddingFolder.create(path, EmbeddingManifest(images=70, dim=6, shard_size=20, **what))
     kept = []
     for shard in range(4):

@@ -86,7 +86,7 @@ def test_all_commands_prepare_images_as_the_checkpoint_says(tmp_path, capsys):
     scores = dict(zip(paths, (expected @ expected[3]).tolist()))
     found = similarities(capsys, tmp_path / "images" / paths[3], tmp_path / "index", 6)
     assert found == pytest.approx(scores, abs=1e-5)
-    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
+    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model]
     assert command(capsys, "embed", *args)[0] == 0
     _, rows = embeddings_in(tmp_path / "rows")
     assert torch.allclose(torch.nn.functional.normalize(rows, dim=1), expected, atol=1e-5)
@@ -225,8 +225,8 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys):
 
 
 @pytest.mark.posix
-def test_images_in_linked_folders_are_indexed_and_special_files_are_skipped(own_copy, capsys):
-    """An update keeps the rows of a folder that a link replaces, and does not wait for a FIFO."""
+def test_images_in_linked_folders_are_indexed_and_special_files_are_not_read(own_copy, capsys):
+    """An update keeps the rows of a folder that a link replaces; a FIFO is an image that cannot be read."""
     args = indexing(own_copy, own_copy / "index", "--update")
     assert command(capsys, *args)[0] == 0
     paths = paths_of(own_copy / "images")
@@ -234,7 +234,7 @@ def test_images_in_linked_folders_are_indexed_and_special_files_are_skipped(own_
     (own_copy / "images" / "1").symlink_to(own_copy / "moved")
     os.mkfifo(own_copy / "images" / "fifo.jpg")
     code, _, err = command(capsys, *args)
-    assert (code, "fifo.jpg" in err) == (0, True)
+    assert (code, "fifo.jpg" in err) == (1, True)
     made = RetrievalIndex.load(own_copy / "index")
     assert sorted(made.paths(made.ids)) == sorted(paths)
 
@@ -279,16 +279,15 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
 
 
 def test_damaged_missing_and_foreign_files_of_embeddings_are_not_indexed(embeddings, tmp_path, capsys):
-    folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.npy"
+    folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.parquet"
     shutil.copytree(embeddings, folder)
     args = ["index", f"--embeddings={folder}", f"--output={tmp_path / 'index'}"]
     content = bytearray(bad.read_bytes())
     content[-1] ^= 1
     bad.write_bytes(content)
-    assert "part-00001.npy" in run(capsys, *args)[2]
-    shutil.copy(embeddings / "part-00000.npy", bad)
-    shutil.copy(embeddings / "part-00000.json", bad.with_suffix(".json"))
-    assert "part-00001.npy" in run(capsys, *args)[2]
+    assert "part-00001.parquet" in run(capsys, *args)[2]
+    shutil.copy(embeddings / "part-00000.parquet", bad)
+    assert "part-00001.parquet" in run(capsys, *args)[2]
     bad.unlink()
     assert "1 of its 3" in run(capsys, *args)[2]
     shutil.copytree(embeddings, folder, dirs_exist_ok=True)

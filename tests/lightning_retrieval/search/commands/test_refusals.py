@@ -285,7 +285,6 @@ TABLE = {
         (in_milvus("--shards=2"), SystemExit, "--shards", "2"),
         (in_milvus("--factory=IVF4,Flat"), SystemExit, "--factory", "IVF4,Flat"),
         (in_milvus("--parameters=ef"), SystemExit, "--parameters", "ef"),
-        (in_milvus("--output=a b"), SystemExit, "--output", "a b"),
         (lambda glyphs, not_unicode: in_milvus(f"--images={not_unicode}")(glyphs), SystemExit, "paths", "udcff"),
         (of_backbone("--backbone=a", "--weights=b", "--image_size=0"), SystemExit, "--image_size", "0"),
         (of_backbone("--backbone=a", "--weights=b", "--preparation={"), SystemExit, "--preparation", ""),

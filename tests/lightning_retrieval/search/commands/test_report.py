@@ -104,7 +104,7 @@ def test_no_text_of_the_table_is_a_formula(reported):
 
 
 def test_paths_are_relative_and_metrics_are_those_of_the_library(reported, hostile, glyphs, tmp_path):
-    settings = {"file_format": "npy", "batch_size": BATCH_SIZE, "device": "cpu"}
+    settings = {"batch_size": BATCH_SIZE, "device": "cpu"}
     embed_images(glyphs[0] / "model.ckpt", hostile, tmp_path / "e", **settings)
     paths, embeddings = embeddings_in(tmp_path / "e")
     labels = [Path(path).parent.as_posix() for path in paths]

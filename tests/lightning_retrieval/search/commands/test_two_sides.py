@@ -144,7 +144,7 @@ def embedded_queries(folder, tmp_path, capsys, name, source):
     """The paths or texts and the embeddings that `embed --side queries` writes."""
     output = tmp_path / name
     given = [f"--checkpoint={folder / name}.ckpt", f"--images={source}", f"--output={output}", "--side=queries"]
-    code, _, err = command(capsys, "embed", *given, "--format=npy", "--shard_size=4")
+    code, _, err = command(capsys, "embed", *given, "--shard_size=4")
     assert (code, err) == (0, "")
     return embeddings_in(output)
 
@@ -159,7 +159,7 @@ def test_texts_and_images_are_embedded_as_queries(folder, tmp_path, capsys):
     assert paths == texts
     torch.testing.assert_close(rows, torch.stack(expected))
     paths, rows = embedded_queries(folder, tmp_path, capsys, "images", folder / "images")
-    again = [f"--images={folder / 'images'}", f"--output={tmp_path / 'images'}", "--format=npy", "--shard_size=4"]
+    again = [f"--images={folder / 'images'}", f"--output={tmp_path / 'images'}", "--shard_size=4"]
     candidates = command(capsys, "embed", f"--checkpoint={folder / 'images.ckpt'}", *again)
     assert candidates[0] == 2  # embeddings of another side are not continued
     module = RetrievalModule.load_from_checkpoint(folder / "images.ckpt").eval()

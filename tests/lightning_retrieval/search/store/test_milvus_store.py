@@ -131,6 +131,12 @@ def test_an_approximate_index_measures_its_recall(uri, opened):
     assert (store.recall, store.parameters) == (recall, "nprobe=2")
 
 
+def test_an_unknown_type_of_index_is_an_error_at_last_when_rows_are_added(uri, opened):
+    store = opened(MilvusStore.create(uri, "birds", DIM, "HNSWW"))
+    with pytest.raises(OSError, match="HNSWW"):
+        store.add(vectors())
+
+
 def test_an_index_is_replaced_when_the_new_one_is_published(filled, uri, opened):
     filled.publish()
     left = opened(MilvusStore.create(uri, "birds", DIM))  # by a process that is killed
@@ -142,7 +148,7 @@ def test_an_index_is_replaced_when_the_new_one_is_published(filled, uri, opened)
     with closing(pymilvus.MilvusClient(uri)) as client:
         assert client.list_collections() == [new.collection]
     for gone in (filled, left):
-        with pytest.raises(OSError, match="another process has replaced"):
+        with pytest.raises(OSError, match="MilvusStore"):
             gone.search(vectors(1), 1)
     new.drop()
     with pytest.raises(FileNotFoundError, match="'birds'"):
