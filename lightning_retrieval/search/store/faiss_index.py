@@ -30,6 +30,8 @@ from lightning_retrieval.search.store.rows import Rows, normalized_blocks, norma
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
 BITS_PER_ID = 512  # a bitmap that selects ids must not be larger than a hash table of them
+ROWS_PER_CANDIDATE = 32  # that an exact search compares in the time in which HNSW visits a candidate
+INNER = ("index", "base_index", "refine_index", "quantizer", "storage")  # attributes that hold another faiss index
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
 HAMMING = r"(?:^|,)\s*ht\s*="  # the search parameter that compares PQ codes by their Hamming distance first
 
@@ -280,11 +282,17 @@ def _search_block(
     shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, among: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Search the shards for one block of queries, one shard after the other."""
-    search = _search_shard
-    if isinstance(without_transform(shards[0]), load_faiss().IndexIVF):
-        search = _AssignedQueries(shards[0], block).search
-    found = [search(shard, block, k, _search_parameters(shard, among)) for shard in shards]
-    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*found))
+    faiss = load_faiss()
+    rows = sum(shard.ntotal for shard in shards)
+    inner, transformed = _unwrapped(shards[0], block)
+    search = partial(_search_shard, block=block, k=k, among=among, rows=rows)
+    if isinstance(inner, faiss.IndexIVF):
+        # The nearest lists of the queries are the same in all shards, so they are found once.
+        assigned = inner.quantizer.search(transformed, min(inner.nprobe, inner.nlist))
+        search = partial(_search_lists, rows=transformed, k=k, among=among, assigned=assigned)
+    elif isinstance(inner, faiss.IndexHNSW) and among is not None and _are_few(len(among), rows, inner.hnsw.efSearch):
+        search = partial(_search_exactly, block=block, k=k, among=among)
+    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*map(search, shards)))
     similarities[ids < 0] = -np.inf
     if len(shards) == 1:
         return similarities, ids
@@ -292,39 +300,70 @@ def _search_block(
     return np.take_along_axis(similarities, order, 1), np.take_along_axis(ids, order, 1)
 
 
-def _search_shard(shard: Any, block: NDArray[np.float32], k: int, parameters: Any) -> Any:
+def _unwrapped(index: Any, rows: NDArray[np.float32]) -> tuple[Any, NDArray[np.float32]]:
+    """The faiss index behind ids and transforms of the rows, such as PCA, and these rows after the transforms."""
+    faiss = load_faiss()
+    while isinstance(index, (faiss.IndexIDMap, faiss.IndexPreTransform)):
+        if isinstance(index, faiss.IndexPreTransform):
+            for number in range(index.chain.size()):
+                rows = faiss.downcast_VectorTransform(index.chain.at(number)).apply(rows)
+        index = faiss.downcast_index(index.index)
+    return index, rows
+
+
+def _search_shard(
+    shard: Any, block: NDArray[np.float32], k: int, among: NDArray[np.int64] | None, rows: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search a shard of an index that has this many rows; among the rows with some ids, if `among` is not None."""
     # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
-    return getattr(shard, "search_numpy", shard.search)(block, k, params=parameters)
+    search = getattr(shard, "search_numpy", shard.search)
+    found: tuple[NDArray[np.float32], NDArray[np.int64]] = search(block, k, params=_parameters(shard, among, rows))
+    return found
 
 
-class _AssignedQueries:
-    """Queries with their nearest lists, which are the same in all shards of an IVF index, so they are found once."""
-
-    def __init__(self, shard: Any, block: Float32[np.ndarray, "query dim"]) -> None:
-        faiss = load_faiss()
-        self._rows = block
-        if isinstance(shard, faiss.IndexPreTransform):
-            for number in range(shard.chain.size()):
-                self._rows = faiss.downcast_VectorTransform(shard.chain.at(number)).apply(self._rows)
-        ivf = without_transform(shard)
-        self._similarities, self._lists = ivf.quantizer.search(self._rows, min(ivf.nprobe, ivf.nlist))
-
-    def search(self, shard: Any, block: NDArray[np.float32], k: int, parameters: Any) -> Any:
-        """Search the lists of a shard for its k nearest rows."""
-        similarities = np.empty((len(block), k), np.float32)
-        ids = np.empty((len(block), k), np.int64)
-        arrays = (self._lists, self._similarities, similarities, ids)
-        lists, to_lists, found, found_ids = map(load_faiss().swig_ptr, arrays)
-        rows = load_faiss().swig_ptr(self._rows)
-        ivf = without_transform(shard)
-        ivf.search_preassigned_c(len(block), rows, k, lists, to_lists, found, found_ids, False, parameters)
-        return similarities, ids
+def _search_lists(
+    shard: Any, rows: NDArray[np.float32], k: int, among: NDArray[np.int64] | None, assigned: tuple[Any, Any]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search the lists of an IVF shard that `assigned` names for each query, with their similarities."""
+    faiss = load_faiss()
+    similarities = np.empty((len(rows), k), np.float32)
+    ids = np.empty((len(rows), k), np.int64)
+    to_lists, lists = assigned
+    arrays = (lists, to_lists, similarities, ids)
+    parameters = _parameters(shard, among, shard.ntotal)
+    ivf = without_transform(shard)
+    ivf.search_preassigned_c(len(rows), faiss.swig_ptr(rows), k, *map(faiss.swig_ptr, arrays), False, parameters)
+    return similarities, ids
 
 
-def _search_parameters(index: Any, ids: NDArray[np.int64] | None) -> Any:
-    """Parameters of faiss for a search among the rows with these ids, else those of the index; None for all rows.
+def _are_few(selected: int, rows: int, candidates: int) -> bool:
+    """Whether an exact search among some rows takes less time than one by HNSW that finds as good results.
 
-    The parameters are valid for one search, because faiss changes the selector of an `IndexIDMap` in place.
+    HNSW visits as many rows with a filter as without one, and drops those that do not meet it, so it needs more
+    candidates, in proportion.
+    """
+    return selected**2 <= ROWS_PER_CANDIDATE * candidates * rows
+
+
+def _search_exactly(
+    shard: Any, block: NDArray[np.float32], k: int, among: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Compare the queries with all rows of an HNSW shard that have some of the ids."""
+    faiss = load_faiss()
+    stored = faiss.vector_to_array(shard.id_map)
+    positions = np.flatnonzero(np.isin(stored, among))
+    inner, queries = _unwrapped(shard, block)
+    similarities, found = faiss.knn(queries, inner.reconstruct_batch(positions), k, metric=faiss.METRIC_INNER_PRODUCT)
+    ids = np.full(found.shape, -1, np.int64)
+    ids[found >= 0] = stored[positions[found[found >= 0]]]
+    return similarities, ids
+
+
+def _parameters(index: Any, ids: NDArray[np.int64] | None, rows: int) -> Any:
+    """Parameters of faiss for a search among the rows with these ids; None for a search among all rows.
+
+    The other parameters are those of the index, except that HNSW needs the more candidates, the fewer of the `rows` of
+    all shards are selected. They are valid for one search: faiss changes the selector of an `IndexIDMap` in place.
     """
     if ids is None:
         return None
@@ -340,7 +379,7 @@ def _search_parameters(index: Any, ids: NDArray[np.int64] | None) -> Any:
     if isinstance(index, faiss.IndexIVF):
         return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe, max_codes=index.max_codes)
     if isinstance(index, faiss.IndexHNSW):
-        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch * rows // len(ids))
     return faiss.SearchParameters(sel=selector)
 
 
@@ -433,16 +472,33 @@ def read_shard(path: Path, mapped: bool) -> Any:
     """Read a shard from a file, or map the file into memory.
 
     Raises:
-        ValueError: if faiss cannot read the file.
+        ValueError: if faiss cannot read the file, or the file names another one.
     """
     faiss = load_faiss()
-    flags = 0
-    if mapped:
-        flags = faiss.IO_FLAG_MMAP_IFC
+    # With this flag, faiss looks for lists in another file beside the file of the index, which it can only do if it has
+    # opened that file by name and without a map. Here, it therefore raises before it opens the other file.
+    flags = faiss.IO_FLAG_ONDISK_SAME_DIR
+    can_map = POSIX or os.fspath(path).isascii()  # faiss cannot open other paths on Windows
     try:
         with path.open("rb") as file:  # raises an error of the system as such; faiss would report it as one of the file
-            if not POSIX and not os.fspath(path).isascii():  # faiss cannot open other paths on Windows
-                return faiss.read_index(faiss.PyCallbackIOReader(file.read))
-        return faiss.read_index(os.fspath(path), flags)
+            if mapped and can_map:
+                index = faiss.read_index(os.fspath(path), flags | faiss.IO_FLAG_MMAP_IFC)
+            else:
+                index = faiss.read_index(faiss.PyCallbackIOReader(file.read), flags)
     except RuntimeError as error:
         raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)})", cure="build the index again") from None
+    _check_lists(path, index)
+    return index
+
+
+def _check_lists(path: Path, index: Any) -> None:
+    """Raise if lists are in another file: for the centroids of lists, faiss ignores the flags of `read_shard`."""
+    faiss = load_faiss()
+    if isinstance(index, faiss.IndexIVF) and isinstance(
+        faiss.downcast_InvertedLists(index.invlists), faiss.OnDiskInvertedLists
+    ):
+        raise InvalidValue(f"{path} must not name another file", cure="build the index again")
+    for name in INNER:
+        inner = getattr(index, name, None)
+        if isinstance(inner, faiss.Index):
+            _check_lists(path, faiss.downcast_index(inner))

@@ -24,7 +24,7 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request
-from lightning_retrieval.search.store.id_table import integer_ids
+from lightning_retrieval.search.store.row_ids import integer_ids
 from lightning_retrieval.search.store.row_table import FILE, RowTable, check_new_rows
 from lightning_retrieval.search.store.rows import (
     SMALL_BLOCK,

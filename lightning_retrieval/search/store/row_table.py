@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.files import DigestStream
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 from lightning_retrieval.search.store import conditions
-from lightning_retrieval.search.store.id_table import check_all_known, check_new_ids, check_none_known, ids_after
+from lightning_retrieval.search.store.row_ids import check_all_known, check_new_ids, check_none_known, ids_after
 from lightning_retrieval.search.store.rows import Ids, Rows, check_finite_rows, check_paths
 
 FILE = "rows.arrow"

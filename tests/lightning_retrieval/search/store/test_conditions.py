@@ -123,6 +123,33 @@ def make(request, tmp_path):
             index.close()
 
 
+@pytest.mark.parametrize("factory", ["HNSW16", "PCA8,HNSW16", "HNSW16_SQ8"])
+def test_hnsw_finds_what_meets_a_condition(factory, tmp_path):
+    """All of few rows, and most of the nearest of many; a search for all rows without a condition is the witness."""
+    rows, queries = 2000, vectors(20, seed=1)
+    place = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    index = RetrievalIndex(DIM, factory, shards=2)
+    index.add(vectors(rows), columns={"place": place})
+    index.save(tmp_path)
+    mapped, witness = (RetrievalIndex.load(tmp_path, mapped=True) for _ in range(2))
+    witness.set_parameters(f"efSearch={rows}")
+    similarities, ids = witness.search(queries, rows)
+    for number in (0, 1, 10, 100, 1000, 1900):
+        k = min(number, 10)
+        for one in (index, mapped):
+            found_similarities, found = one.search(queries, 10, where=f"place < {number}")
+            hits = 0
+            for query in range(len(queries)):
+                meet = place[ids[query]] < number
+                expected = dict(zip(ids[query][meet][:k].tolist(), similarities[query][meet][:k].tolist()))
+                assert (found[query] >= 0).sum() == k
+                assert found_similarities[query, k:].tolist() == [-torch.inf] * (10 - k)
+                for one_id, similarity in zip(found[query].tolist(), found_similarities[query].tolist()):
+                    hits += one_id in expected
+                    assert similarity == pytest.approx(expected.get(one_id, similarity), abs=1e-5)
+            assert hits >= 0.95 * k * len(queries), number
+
+
 NUMBERS, TEXTS = [3, 1, None, 2], ["b", "a", "", "b"]
 
 
