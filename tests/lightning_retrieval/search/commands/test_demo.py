@@ -133,10 +133,19 @@ def test_visitors_see_no_other_files_and_start_no_program(server, indexed):
         "cut.png": cut.getvalue()[:999],
         "../../cat.png": b"text",
     }.items():
-        assert name.split("/")[-1].split(".")[0] in server.search_for(name, content)[1]
+        assert name.split("/")[-1].split(".")[0] in server.search_for(name, content)["error"]
     assert not (server.folder / "started").exists()
     assert not [*server.folder.glob("cat.png"), *server.folder.parent.glob("cat.png")]
     assert server.started.exit_code is None
+
+
+@pytest.mark.slow
+def test_a_program_gets_named_fields(server, indexed):
+    path = paths_of(indexed / "images")[5]
+    (found,) = server.search_for("query.png", (indexed / "images" / path).read_bytes())
+    assert len(found) == 12
+    assert (found[0]["file"], round(found[0]["score"], 3)) == (path, 1.0)
+    assert all(row.keys() == {"file", "score", "metadata"} for row in found)
 
 
 @pytest.mark.slow
