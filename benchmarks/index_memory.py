@@ -1,4 +1,4 @@
-"""Building an index from a folder of embeddings: the memory that it adds, in memory and on disk, and that of a search.
+"""Building an index from a folder of embeddings: the memory that it adds, with one shard and several, and of a search.
 
     python benchmarks/index_memory.py
 
@@ -28,11 +28,12 @@ from lightning_retrieval.search.embedding_folder import EmbeddingFolder, Embeddi
 DIM, CENTRES, QUERIES, MIB = 128, 2000, 256, 1 << 20
 BLOCK_MIB = 65_536 * DIM * 4 / MIB
 SETTINGS = [
-    ("Flat", None),
-    ("IVF256,Flat", None),
-    ("IVF256,Flat", 65_536),
-    ("IVF256,SQ8", None),
-    ("IVF256,SQ8", 65_536),
+    ("Flat", 1),
+    ("Flat", 8),
+    ("IVF256,Flat", 1),
+    ("IVF256,Flat", 8),
+    ("IVF256,SQ8", 1),
+    ("IVF256,SQ8", 8),
 ]
 
 
@@ -71,11 +72,10 @@ def run_sampled(function: Callable[[], Any], interval: float = 0.002) -> tuple[i
     return max(samples) - before, seconds
 
 
-def build(folder: Path, output: Path, factory: str, rows_in_memory: int | None) -> tuple[int, float]:
+def build(folder: Path, output: Path, factory: str, shards: int) -> tuple[int, float]:
     """Memory and seconds of a build, without what faiss and torch allocate in a first build of few rows."""
     RetrievalIndex(DIM, "IVF4,Flat").add(torch.randn(5000, DIM))
-    settings: dict[str, Any] = {"factory": factory, "rows_in_memory": rows_in_memory}
-    return run_sampled(lambda: index_embeddings(folder, output, **settings))
+    return run_sampled(lambda: index_embeddings(folder, output, factory=factory, shards=shards))
 
 
 def search(output: Path) -> tuple[int, float]:
@@ -92,10 +92,10 @@ def in_new_process(function: Callable[..., tuple[int, float]], *args: Any) -> tu
         return pool.submit(function, *args).result()
 
 
-def measure(folder: Path, rows: int, factory: str, rows_in_memory: int | None) -> dict[str, Any]:
+def measure(folder: Path, rows: int, factory: str, shards: int) -> dict[str, Any]:
     """A line of the table."""
-    output = folder.with_name(f"index-{factory}-{rows_in_memory}")
-    added, seconds = in_new_process(build, folder, output, factory, rows_in_memory)
+    output = folder.with_name(f"index-{factory}-{shards}")
+    added, seconds = in_new_process(build, folder, output, factory, shards)
     search_added, _ = in_new_process(search, output)
     size = sum(file.stat().st_size for file in output.glob("files-*/*"))
     training = 0.0
@@ -103,7 +103,7 @@ def measure(folder: Path, rows: int, factory: str, rows_in_memory: int | None) -
         training = min(rows * DIM * 4 / MIB, BLOCK_MIB)  # 256 lists, 256 rows for each
     return {
         "factory": factory,
-        "rows in memory": rows_in_memory,
+        "shards": shards,
         "build": Timing(seconds, seconds, seconds, 1),
         "files in MiB": size / MIB,
         "training rows in MiB": training,
@@ -114,16 +114,16 @@ def measure(folder: Path, rows: int, factory: str, rows_in_memory: int | None) -
 
 
 def main() -> None:
-    options = arguments("Memory of building an index, in memory and on disk.")
+    options = arguments("Memory of building an index, with one shard and several.")
     rows, settings = 500_000, SETTINGS
     if options.quick:
-        rows, settings = 70_000, SETTINGS[1:3]
+        rows, settings = 70_000, SETTINGS[2:4]
     table = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "embeddings")
         write_embeddings(folder, rows)
-        for factory, rows_in_memory in settings:
-            table.append(measure(folder, rows, factory, rows_in_memory))
+        for factory, shards in settings:
+            table.append(measure(folder, rows, factory, shards))
     report(f"{rows} rows, D = {DIM}", environment("cpu", "faiss-cpu"), table, options.json)
 
 

@@ -228,19 +228,6 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def scatter_objects(values: list[Any]) -> Any:
-    """Send one picklable value to each process, and return the value of this process.
-
-    Args:
-        values: on the first process, the values in rank order; ignored on all others.
-    """
-    if world_size() == 1:
-        return values[0]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, values)
-    return received[0]
-
-
 def together(work: Callable[[], Any]) -> list[Any]:
     """Call a function on each process, and return all results in rank order; if it fails on one process, all raise.
 

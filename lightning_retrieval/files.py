@@ -338,6 +338,8 @@ class DigestStream:
         stream: the stream to write to.
     """
 
+    closed = False  # pyarrow asks for it
+
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()

@@ -211,8 +211,6 @@ def index(
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
-    rows_in_memory: int | None = None,
-    devices: int = 1,
     metadata: ExistingPath | None = None,
     table: TableOptions,
     missing: Literal["error", "keep"] = "error",
@@ -235,10 +233,7 @@ def index(
         transform: how images are prepared, as for `embed`.
         factory: factory string of faiss, or type of index of Milvus; Flat is exact.
         parameters: search parameters of the index, such as nprobe=16.
-        shards: number of shards of the index, one file each.
-        rows_in_memory: build an index that is larger than memory on disk, with the codes of at most N rows in memory,
-            at least 65,536; for factories IVF with Flat, SQ or PQ.
-        devices: with --embeddings and such a factory, number of processes that add the rows, on disk.
+        shards: number of files of the index, one of which at a time is in memory while the index is built.
         metadata: table of image and further columns, for search --where.
         missing: whether images that have no row in --metadata are an error, or kept without metadata.
         validation: labelled embeddings of the same model, to choose a threshold on.
@@ -254,25 +249,19 @@ def index(
     if embeddings is not None and transform is not None:
         rule = "must not be given with `embeddings`, because no image is embedded"
         raise InvalidValue(rule, argument="transform", got=transform)
-    if images is not None and devices != 1:
-        cure = "embed the images first, with `embed --devices`"
-        raise InvalidValue("must be given with `embeddings`", argument="devices", got=devices, cure=cure)
     given: Any = model.given(transform) if images is None else model.needed(transform)
     with imports_of_command():
-        from lightning_retrieval.distributed import rank
         from lightning_retrieval.search.commands.index import has_threshold, index_embeddings, index_images, summary
         from lightning_retrieval.search.commands.of_checkpoint import shown_choice
         from lightning_retrieval.search.commands.stores import THRESHOLD, close_index
     settings: dict[str, Any] = {"store": store, "factory": factory, "parameters": parameters, "shards": shards}
-    settings |= {"rows_in_memory": rows_in_memory, "overwrite": overwrite, "update": update}
+    settings |= {"overwrite": overwrite, "update": update}
     settings |= {"metadata": metadata, "missing": missing, **vars(table)}
     settings |= {"validation": validation, "false_match_rate": false_match_rate}
     # `validation` chooses a threshold, and `update` keeps it; the earlier index is read only without these two.
     had_threshold = validation is None and not update and has_threshold(output, store)
     if embeddings is not None:
-        made, unreadable = index_embeddings(source, output, checkpoint=given, devices=devices, **settings)
-        if rank() > 0:  # the first process prints
-            return 0
+        made, unreadable = index_embeddings(source, output, checkpoint=given, **settings)
     else:
         made, unreadable = index_images(given, source, output, transform=transform, **vars(embedding), **settings)
         print(f"images prepared with {shown_choice(made.about)}")

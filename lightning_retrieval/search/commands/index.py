@@ -4,10 +4,9 @@ For a folder of images, the embeddings are kept in memory, not in files. The ind
 preparation of its images, so that queries are embedded in the same way.
 """
 
-import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
+from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.image_table import with_paths
 from lightning_retrieval.datamodules.table import Table
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
@@ -23,7 +22,6 @@ from lightning_retrieval.datamodules.table_format import ColumnNames, TableForma
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.paths import check_path, cure_of_names
-from lightning_retrieval.search.commands.embed import launch, new_fabric
 from lightning_retrieval.search.commands.embedding import (
     EmbeddedImages,
     ImageEmbedder,
@@ -45,9 +43,8 @@ from lightning_retrieval.search.commands.stores import (
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, labelled_rows
 from lightning_retrieval.search.image_files import name_folder
 from lightning_retrieval.search.store.conditions import LARGEST_INTEGER, new_columns
-from lightning_retrieval.search.store.disk_lists import help_build_on_disk
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
-from lightning_retrieval.search.store.index import RECALL_AT, RetrievalIndex
+from lightning_retrieval.search.store.index import RECALL_AT
 from lightning_retrieval.search.store.rows import FolderRows
 
 Missing = Literal["error", "keep"]
@@ -87,7 +84,6 @@ def index_images(
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
-    rows_in_memory: int | None = None,
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
@@ -117,9 +113,7 @@ def index_images(
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
-        shards: number of shards of the index, for faiss.
-        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
-            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        shards: number of shards of the index, for faiss, see `RetrievalIndex.build`.
         overwrite: replace an existing index, whatever it holds.
         update: update an existing index of the same model and images: embed and add new images, remove the rows of
             deleted images, and keep all other rows with their ids. An image that has changed under the same path keeps
@@ -153,7 +147,7 @@ def index_images(
         A `"Flat"` index needs 8 bytes of memory per component of each embedding: 4 for the embeddings, 4 for the index.
     """
     table_format = TableFormat.checked(columns, delimiter)
-    new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
+    new = new_index(output, store, IndexSettings(factory, parameters, shards))
     listed = images_in_folder(images)
     paths = listed.index.paths
     of_table = read_metadata(metadata, paths, missing=missing, root=listed.root, table_format=table_format)
@@ -184,7 +178,6 @@ def index_embeddings(
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
-    rows_in_memory: int | None = None,
     overwrite: bool = False,
     update: bool = False,
     metadata: Path | None = None,
@@ -193,13 +186,8 @@ def index_embeddings(
     missing: Missing = "error",
     validation: Path | None = None,
     false_match_rate: float | None = None,
-    devices: int = 1,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
-
-    With several processes, the first one trains the index. Then Lightning Fabric starts the others, each of which calls
-    this function again, and each process adds some of the rows to the index on disk. The files of the index do not
-    depend on the number of processes.
 
     Args:
         embeddings: folder written by `embed_images` or `EmbeddingWriter`.
@@ -209,9 +197,7 @@ def index_embeddings(
         store: `"milvus:URI"`, see `MilvusStore`; if None, the index is a folder of faiss files.
         factory: faiss' factory string, or type of Milvus' index.
         parameters: search parameters, as in `RetrievalIndex` or `MilvusStore`.
-        shards: number of shards of the index, for faiss.
-        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
-            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        shards: number of shards of the index, for faiss, see `RetrievalIndex.build`.
         overwrite: replace an existing index, whatever it holds.
         update: update an existing index of the same model and images: add new rows, with ids after the largest id, and
             remove rows that are not in the folder. If there is no index, build one.
@@ -221,8 +207,6 @@ def index_embeddings(
         missing: as for `index_images`.
         validation: as for `index_images`.
         false_match_rate: as for `index_images`.
-        devices: number of processes that add rows, all on this machine; with several, the index is built on disk, with
-            the codes of `rows_in_memory` rows (if None, of 1,000,000 rows) in memory in each process.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
@@ -233,24 +217,14 @@ def index_embeddings(
             with `checkpoint`, or an argument is invalid; without `overwrite`, if rows of an existing index would be
             lost; with `update`, as for `index_images`.
         OSError: if the store cannot be reached; this is checked first.
-        ConnectionError: if another process has ended early.
 
     Cost:
-        Memory for the index (with `rows_in_memory`, only for its ids and paths and the codes of these rows), the
-        training rows, a block of 65,536 rows and one file of embeddings. Each file is read up to five times: all files
-        are first verified, and training uses rows from all files.
+        Memory for one shard of the index, all ids and paths, the training rows, a block of 65,536 rows and one file of
+        embeddings. Each file is read up to five times: all files are first verified, and training uses rows from all
+        files.
     """
-    start = None
-    if check_integer("devices", devices, least=1) > 1:
-        if store is not None or update:
-            rule = "must be 1 with a store in Milvus, which distributes rows by itself, and with `update`"
-            raise InvalidValue(rule, argument="devices", got=devices)
-        fabric = new_fabric("cpu", devices=devices)
-        start = functools.partial(launch, fabric)
-        if fabric.global_rank > 0:
-            return _help(start, embeddings, output)
     table_format = TableFormat.checked(columns, delimiter)
-    new = new_index(output, store, IndexSettings(factory, parameters, shards, rows_in_memory, start))
+    new = new_index(output, store, IndexSettings(factory, parameters, shards))
     folder = EmbeddingFolder.load(embeddings)
     manifest = folder.manifest
     if manifest.about.get("side") == "queries":
@@ -276,14 +250,6 @@ def index_embeddings(
     about |= choose_threshold(validation, false_match_rate, about)
     writer = IndexWriter(new, about, overwrite=overwrite, update=update)
     return writer.write(manifest.dim, new_rows, embedded)
-
-
-def _help(start: Callable[[], object], embeddings: Path, output: Path) -> tuple[EmbeddingStore, list[UnreadableImage]]:
-    """Help the first process to build the index, and return what it returns."""
-    start()
-    help_build_on_disk()
-    index = RetrievalIndex.load(output, mapped=True, verify=False)
-    return index, [UnreadableImage(*image) for image in EmbeddingFolder.load(embeddings).unreadable()]
 
 
 def choose_threshold(

@@ -26,7 +26,6 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.search.commands.embedding import EmbeddedImages, UnreadableImage, is_same_network
 from lightning_retrieval.search.embedding_folder import check_unicode
 from lightning_retrieval.search.store.conditions import Kind, kinds_of, new_columns, shown_kinds
-from lightning_retrieval.search.store.disk_lists import ROWS_IN_MEMORY, check_lists, check_rows_in_memory
 from lightning_retrieval.search.store.embedding_store import EmbeddingStore
 from lightning_retrieval.search.store.index import RetrievalIndex
 from lightning_retrieval.search.store.milvus_store import MilvusStore, check_no_missing
@@ -46,20 +45,11 @@ class IndexSettings:
         factory: factory string of faiss, or type of Milvus' index.
         parameters: search parameters.
         shards: number of shards of the index, for faiss.
-        rows_in_memory: build a faiss index on disk, with this many rows in memory; if None, build it in memory.
-        launch: as for `RetrievalIndex.build_on_disk`; if given, a faiss index is built on disk in any case.
     """
 
     factory: str = "Flat"
     parameters: str = ""
     shards: int = 1
-    rows_in_memory: int | None = None
-    launch: Callable[[], object] | None = None
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether a faiss index is built on disk."""
-        return self.rows_in_memory is not None or self.launch is not None
 
 
 @dataclass(frozen=True)
@@ -211,16 +201,12 @@ class FaissFolder:
     def __init__(self, folder: Path, *, settings: IndexSettings) -> None:
         check_folder(folder)
         RetrievalIndex(1, shards=settings.shards)
-        if settings.rows_in_memory is not None:
-            check_rows_in_memory(settings.rows_in_memory)
         self._folder = folder
         self._settings = settings
 
     def check_dim(self, dim: int) -> None:
         """Raise if the settings are invalid for embeddings of this dimension."""
-        index = self._empty_index(dim, {})
-        if self._settings.on_disk:
-            check_lists(index.faiss_indexes[0], index.factory)
+        RetrievalIndex(dim, self._settings.factory, parameters=self._settings.parameters)
 
     def check_rows(self, rows: NewRows) -> None:
         """Accept all rows: a folder can store any path, and that a number is missing."""
@@ -242,12 +228,9 @@ class FaissFolder:
         """Context with the existing index, to change its rows; the index is saved at the end, except after an error.
 
         Raises:
-            ValueError: if `rows_in_memory` is given, another setting differs from the setting of the index, or another
-                process has changed the index meanwhile.
+            ValueError: if a setting differs from the setting of the index, or another process has changed the index
+                meanwhile.
         """
-        if self._settings.rows_in_memory is not None:
-            rule = "must not be given with `update`, which reads the index into memory"
-            raise InvalidValue(rule, argument="rows_in_memory", got=self._settings.rows_in_memory)
         before = (self._folder / MANIFEST).read_bytes()
         index = RetrievalIndex.load(self._folder)
         _check_settings(index, self._settings)
@@ -260,27 +243,9 @@ class FaissFolder:
 
     def write(self, dim: int, about: Mapping[str, Any], embeddings: Rows, rows: NewRows) -> EmbeddingStore:
         """Build the index and save it, replacing an existing one."""
-        index = self._empty_index(dim, about)
-        settings = self._settings
-        if settings.on_disk:
-            index.build_on_disk(
-                self._folder,
-                embeddings,
-                rows.ids,
-                rows.paths,
-                columns=rows.columns,
-                rows_in_memory=settings.rows_in_memory or ROWS_IN_MEMORY,
-                launch=settings.launch,
-            )
-            return index
-        index.add(embeddings, rows.ids, rows.paths, columns=rows.columns)
-        index.save(self._folder)
-        return index
-
-    def _empty_index(self, dim: int, about: Mapping[str, Any]) -> RetrievalIndex:
-        settings = self._settings
-        return RetrievalIndex(
-            dim, settings.factory, parameters=settings.parameters, shards=settings.shards, about=about
+        settings = asdict(self._settings)
+        return RetrievalIndex.build(
+            self._folder, embeddings, rows.ids, rows.paths, columns=rows.columns, about=about, **settings
         )
 
 
@@ -290,7 +255,7 @@ class MilvusCollection:
     Args:
         name: name of the index.
         uri: URI of the store.
-        settings: settings of the index; `shards` and `rows_in_memory` are not supported.
+        settings: settings of the index; `shards` is not supported.
 
     Raises:
         ValueError: if an argument is invalid, or the name belongs to a collection that is not an index.
@@ -298,9 +263,6 @@ class MilvusCollection:
     """
 
     def __init__(self, name: str, uri: str, *, settings: IndexSettings) -> None:
-        if settings.rows_in_memory is not None:
-            rule = "must not be given with a store in Milvus, which keeps rows in files"
-            raise InvalidValue(rule, argument="rows_in_memory", got=settings.rows_in_memory)
         if settings.shards != 1:
             rule = "must be 1 with a store in Milvus, which distributes rows by itself"
             raise InvalidValue(rule, argument="shards", got=settings.shards)

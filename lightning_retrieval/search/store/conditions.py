@@ -12,14 +12,11 @@ these forms is invalid. What Milvus gets is written from the parts.
 """
 
 import ast
-import json
 import keyword
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -30,14 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_strings, short_repr
-from lightning_retrieval.files import DigestStream
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.packed_strings import PackedStrings, as_arrow
 
 Kind = Literal["text", "number"]
 COLUMN_KINDS: tuple[Kind, ...] = ("text", "number")
 Value = str | float | None  # of a row in a column; None for a number that is missing
-Values = Sequence[Any] | Tensor | NDArray[Any]  # the values of a new column: strings, or numbers; or a `Column`
+Values = Any  # the values of a new column, strings or numbers, see `new_columns`
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 SPELLINGS = {  # what other languages write, and how it is written here
     r"=>|=<": ">= and <= for an order",
@@ -50,7 +46,6 @@ SPELLINGS = {  # what other languages write, and how it is written here
     r"[=<>]\s*(?!(?i:nan|inf|true|false|none)\b)[A-Za-z_]": "text in quotes, such as 'a'",
 }
 LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
-LIST = "columns.json"
 # For each operator, the name of a function of Arrow, and except for "in" also of NumPy.
 OPERATORS = {
     "==": "equal",
@@ -139,8 +134,8 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
     """The columns of new rows.
 
     Args:
-        columns: by name, the values of all rows; None for no columns. In a column of numbers, None is one that is
-            missing.
+        columns: by name, the values of all rows, as a sequence, a tensor, an array, or a column of Arrow or pandas;
+            None for no columns. A value may be missing (None), but not all of a column.
         rows: number of rows.
 
     Raises:
@@ -158,35 +153,62 @@ def new_columns(columns: Mapping[str, Values] | None, rows: int) -> dict[str, Co
 
 
 def _column(name: str, values: Values, rows: int) -> Column:
-    import pyarrow
-
-    if isinstance(values, pyarrow.Array) and len(values) == rows:
-        return values
-    listed: Any = values
-    if isinstance(values, (Tensor, np.ndarray)):
-        listed = values.tolist()
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
+    if not hasattr(values, "__len__") or isinstance(values, str):
         raise InvalidType(f"must have a sequence of values for {name}", argument="columns", got=short_repr(values))
-    if len(listed) != rows:
+    if len(values) != rows:
         rule = f"must have one value for each of {rows} rows"
-        raise InvalidValue(rule, argument="columns", got=f"{len(listed)} for {name}")
+        raise InvalidValue(rule, argument="columns", got=f"{len(values)} for {name}")
+    if _is_column(values):
+        return values
+    listed = _listed(values)
     types = set(map(type, listed))
-    if types <= {str}:
-        try:
-            texts = PackedStrings(listed).arrow().dictionary_encode()
-        except UnicodeEncodeError as error:
-            rule = f"must hold valid Unicode for {name}"
-            raise InvalidValue(rule, argument="columns", got=short_repr(error.object)) from None
-        return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
-    return _numbers(name, listed, types)
-
-
-def _numbers(name: str, listed: Sequence[Any], types: set[type]) -> Column:
-    """A column of numbers, some of which may be None, as NaN."""
-    if not types <= {int, float, NoneType} or types == {NoneType}:
+    if types <= {int, float, NoneType} and types & {int, float}:
+        return _numbers(name, listed)
+    if not types <= {str, NoneType} or types == {NoneType}:
         shown = ", ".join(sorted(kind.__name__ for kind in types))
         raise InvalidType(f"must hold only strings or only numbers for {name}", argument="columns", got=shown)
-    given = filter(lambda value: value is not None, listed)
+    return _texts(name, listed)
+
+
+def _is_column(values: Any) -> bool:
+    """Whether values are already a `Column`."""
+    import pyarrow
+
+    if not isinstance(values, pyarrow.Array) or values.null_count > 0:
+        return False
+    if values.type == pyarrow.dictionary(pyarrow.int64(), pyarrow.large_binary()):
+        return True
+    return values.type == "float64" and not np.isinf(np.from_dlpack(values)).any()
+
+
+def _listed(values: Any) -> list[Any]:
+    """Values as objects of Python; None for one that is missing."""
+    import pyarrow
+
+    if isinstance(values, (Tensor, np.ndarray)):
+        return list(values.tolist())
+    if isinstance(values, (pyarrow.Array, pyarrow.ChunkedArray)):
+        return list(values.to_pylist())
+    if hasattr(values, "to_numpy"):  # a column of pandas
+        return list(pyarrow.array(values, from_pandas=True).to_pylist())
+    return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
+def _texts(name: str, listed: Sequence[str | None]) -> Column:
+    """A column of texts; None, one that is missing, becomes ""."""
+    import pyarrow
+
+    try:
+        texts = PackedStrings([text or "" for text in listed]).arrow().dictionary_encode()
+    except UnicodeEncodeError as error:
+        rule = f"must hold valid Unicode for {name}"
+        raise InvalidValue(rule, argument="columns", got=short_repr(error.object)) from None
+    return pyarrow.DictionaryArray.from_arrays(texts.indices.cast(pyarrow.int64()), texts.dictionary)
+
+
+def _numbers(name: str, listed: Sequence[float | None]) -> Column:
+    """A column of numbers; None, one that is missing, becomes NaN."""
+    given = [value for value in listed if value is not None]
     if not all(map(is_exact, given)):
         rule = f"must hold finite numbers, integers up to 2**53, for {name}"
         raise InvalidValue(rule, argument="columns", got="others")
@@ -209,56 +231,6 @@ def check_same_columns(kinds: Mapping[str, Kind], new: Mapping[str, Kind]) -> No
     if new != kinds:
         rule = f"must be the columns of the index, {shown_kinds(kinds)}"
         raise InvalidValue(rule, argument="columns", got=shown_kinds(new))
-
-
-def column_writers(columns: Mapping[str, Column]) -> dict[str, Callable[[DigestStream], None]]:
-    """For each file, by name, a function that writes its content to a stream. Without columns, there is no file."""
-    if not columns:
-        return {}
-    listed = json.dumps(kinds_of(columns)).encode()
-    writers: dict[str, Callable[[DigestStream], None]] = {LIST: partial(_write, data=listed)}
-    for number, column in enumerate(columns.values()):
-        values = column
-        if kind_of(column) == "text":
-            values, texts = column.indices, PackedStrings.from_arrow(column.dictionary)
-            writers[f"column-{number}-texts.npy"] = partial(np.save, arr=texts.data)
-            writers[f"column-{number}-ends.npy"] = partial(np.save, arr=texts.ends)
-        writers[f"column-{number}.npy"] = partial(np.save, arr=np.from_dlpack(values))
-    return writers
-
-
-def _write(stream: DigestStream, data: bytes) -> None:
-    stream.write(data)
-
-
-def read_columns(files: Mapping[str, Path], rows: int, mode: Literal["r"] | None) -> dict[str, Column]:
-    """Read the files that `column_writers` wrote, or map the values into memory.
-
-    Args:
-        files: the files of an index by name.
-        rows: number of rows of the index.
-        mode: mode of `np.load`.
-
-    Raises:
-        ValueError: if the files do not match; also an error of another type for damaged files.
-    """
-    if LIST not in files:
-        return {}
-    import pyarrow
-
-    columns: dict[str, Column] = {}
-    for number, (name, kind) in enumerate(json.loads(files[LIST].read_bytes()).items()):
-        check_column_name(name)
-        values: NDArray[Any] = np.load(files[f"column-{number}.npy"], mode)
-        dtype = {"text": np.int64, "number": np.float64}[kind]
-        if values.shape != (rows,) or values.dtype != dtype:
-            raise ValueError(f"the column {name} does not hold {kind} for each of {rows} rows")
-        columns[name] = as_arrow(values)
-        if kind == "text":
-            data, ends = np.load(files[f"column-{number}-texts.npy"]), np.load(files[f"column-{number}-ends.npy"])
-            texts = PackedStrings.from_arrays(data, ends).arrow()
-            columns[name] = pyarrow.DictionaryArray.from_arrays(columns[name], texts)  # raises if it refers to no text
-    return columns
 
 
 @dataclass(frozen=True)

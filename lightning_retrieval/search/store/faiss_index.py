@@ -1,6 +1,6 @@
 """Creates, trains, fills, searches and stores faiss indexes. Each error of faiss becomes an error of one sentence.
 
-The rows of a `RetrievalIndex` are distributed over several faiss indexes, its shards, which are searched in parallel.
+A `RetrievalIndex` has one or several faiss indexes, its shards, which are searched one after the other.
 
 Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transactions on Big Data, 2021) is the paper of
 faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from lightning_retrieval.files import POSIX, DigestStream
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.progress import Progress
-from lightning_retrieval.search.store.rows import BLOCK, Rows, normalized_blocks, normalized_sample
+from lightning_retrieval.search.store.rows import Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # training rows for each centroid; faiss' k-means ignores further rows
 FEWEST_CENTROIDS = 256  # product quantisation with 8 bits has 256 centroids
 BITS_PER_ID = 512  # a bitmap that selects ids must not be larger than a hash table of them
+ROWS_PER_CANDIDATE = 32  # that an exact search compares in the time in which HNSW visits a candidate
+INNER = ("index", "base_index", "refine_index", "quantizer", "storage")  # attributes that hold another faiss index
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates; a prefix may precede the name
 HAMMING = r"(?:^|,)\s*ht\s*="  # the search parameter that compares PQ codes by their Hamming distance first
 
@@ -171,53 +174,85 @@ def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
 
 
 def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-    """Distribute the rows of each block evenly over the shards, and show the progress.
+    """Add the rows to trained shards, the same number of rows to each.
 
     Raises:
         ValueError: if faiss cannot add rows; some of them may already have been added.
     """
-    rows = sum(shard.ntotal for shard in shards)
-    _reserve(shards, len(ids))
+    smallest_first = sorted(shards, key=attrgetter("ntotal"))
+    for shard, (begin, end) in zip(smallest_first, _parts(len(ids), len(shards))):
+        _add_rows(shard, factory, embeddings, ids, begin, end)
+
+
+def written_shards(
+    trained: Any,
+    count: int,
+    factory: str,
+    embeddings: Rows,
+    ids: NDArray[np.int64],
+    write: Callable[[str, Callable[[DigestStream], None]], Path],
+) -> list[Any]:
+    """Write the rows to shards, of which one at a time is in memory, and map the files into memory.
+
+    Args:
+        trained: a trained index without rows, of which each shard is a copy.
+        count: number of shards.
+        factory: factory string of the index.
+        embeddings: the rows.
+        ids: ids of the rows.
+        write: writes a file: maps its name, and a function that writes its content to a stream, to its path.
+
+    Raises:
+        ValueError: if faiss cannot add rows.
+        OSError: if a file cannot be written completely.
+    """
+    mapped = []
+    for number, (begin, end) in enumerate(_parts(len(ids), count)):
+        shard = load_faiss().clone_index(trained)
+        _add_rows(shard, factory, embeddings, ids, begin, end)
+        file = write(shard_name(number), partial(write_shard, shard))
+        mapped.append(read_shard(file, mapped=True))
+    return mapped
+
+
+def _parts(rows: int, count: int) -> list[tuple[int, int]]:
+    """The begin and end of each of `count` parts of the rows, the larger parts first."""
+    ends = [-(-rows * part // count) for part in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def _add_rows(shard: Any, factory: str, embeddings: Rows, ids: NDArray[np.int64], begin: int, end: int) -> None:
+    """Add the rows from `begin` to `end` to a shard, and show the progress."""
+    _reserve(shard, end - begin)
     try:
-        with Progress("Indexing", total=len(ids), units="rows") as progress:
-            for begin, block in normalized_blocks(embeddings):
-                add_block(shards, block, ids[begin : begin + len(block)])
+        with Progress("Indexing", total=end - begin, units="rows") as progress:
+            for first, block in normalized_blocks(embeddings, begin, end):
+                shard.add_with_ids(block, ids[first : first + len(block)])
                 progress.update(len(block))
     except RuntimeError as error:
-        rule = f"{len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} ({faiss_reason(error)})"
+        rule = f"{len(ids)} rows cannot be added to an index of {factory!r} ({faiss_reason(error)})"
         raise InvalidValue(rule, cure="use another factory, such as Flat or HNSW32") from None
 
 
-def _reserve(shards: list[Any], rows: int) -> None:
-    """Reserve memory for `rows` more rows in flat indexes: enlarging the memory later would briefly double it."""
+def _reserve(index: Any, rows: int) -> None:
+    """Reserve memory for `rows` more rows in a flat index: enlarging the memory later would briefly double it."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # rows per shard; each block may give a shard one extra row
-    for shard in shards:
-        inner = shard
-        if isinstance(shard, faiss.IndexIDMap):
-            inner = faiss.downcast_index(shard.index)
-        if isinstance(inner, faiss.IndexFlatCodes):
-            size = inner.codes.size()
-            inner.codes.resize(size + most * inner.code_size)
-            inner.codes.resize(size)
-
-
-def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
-    """Distribute normalised rows evenly over the shards, starting with the shard that has the fewest rows."""
-    parts = np.array_split(block, len(shards))
-    parts_of_ids = np.array_split(ids, len(shards))
-    for index, part, part_of_ids in zip(sorted(shards, key=attrgetter("ntotal")), parts, parts_of_ids):
-        index.add_with_ids(part, part_of_ids)
+    inner = index
+    if isinstance(index, faiss.IndexIDMap):
+        inner = faiss.downcast_index(index.index)
+    if isinstance(inner, faiss.IndexFlatCodes):
+        size = inner.codes.size()
+        inner.codes.resize(size + rows * inner.code_size)
+        inner.codes.resize(size)
 
 
 def search_shards(
-    shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int, *, among: NDArray[np.int64] | None = None
+    shards: list[Any], queries: Float[Tensor, "query dim"], k: int, *, among: NDArray[np.int64] | None = None
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
     """Similarities and ids of the k nearest rows in all shards; padded with -inf and -1 if fewer rows are found.
 
     Args:
-        shards: the faiss indexes.
-        dim: dimension of an embedding.
+        shards: the faiss indexes, all with the same training.
         queries: the embeddings to search for.
         k: number of rows.
         among: ids of the rows that may be found; if None, all rows.
@@ -225,15 +260,11 @@ def search_shards(
     Raises:
         ValueError: if faiss cannot search with the index's parameters, or cannot filter this kind of index.
     """
-    if among is None:
-        search = _joined_shards(shards, dim).search
-    else:
-        search = partial(_search_among, shards, among=among)
     similarities = [np.zeros((0, k), np.float32)]
     ids = [np.zeros((0, k), np.int64)]
     for _, block in normalized_blocks(queries):
         try:
-            block_similarities, block_ids = search(block, k)
+            block_similarities, block_ids = _search_block(shards, block, k, among)
         except RuntimeError as error:
             if among is not None and "params" in str(error):
                 rule = "`where` and `group_by` must be given for an index that faiss can filter"
@@ -244,43 +275,98 @@ def search_shards(
             raise InvalidValue(rule, cure=cure) from None
         similarities.append(block_similarities)
         ids.append(block_ids)
-    all_similarities = np.concatenate(similarities)
-    all_ids = np.concatenate(ids)
-    all_similarities[all_ids < 0] = -np.inf
-    return torch.from_numpy(all_similarities), torch.from_numpy(all_ids)
+    return torch.from_numpy(np.concatenate(similarities)), torch.from_numpy(np.concatenate(ids))
 
 
-def _joined_shards(shards: list[Any], dim: int) -> Any:
-    """A faiss index that searches all shards in parallel."""
-    if len(shards) == 1:
-        return shards[0]
-    in_threads, successive_ids = True, False
-    index = load_faiss().IndexShards(dim, in_threads, successive_ids)
-    for shard in shards:
-        index.add_shard(shard)
-    return index
-
-
-def _search_among(
-    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, *, among: NDArray[np.int64]
+def _search_block(
+    shards: list[Any], block: Float32[np.ndarray, "query dim"], k: int, among: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Search the shards for rows with some of the ids, one shard after the other: `IndexShards` cannot filter."""
-    found = []
-    for shard in shards:
-        # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
-        search = getattr(shard, "search_numpy", shard.search)
-        found.append(search(block, k, params=_search_parameters(shard, among)))
-    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*found))
+    """Search the shards for one block of queries, one shard after the other."""
+    faiss = load_faiss()
+    rows = sum(shard.ntotal for shard in shards)
+    inner, transformed = _unwrapped(shards[0], block)
+    search = partial(_search_shard, block=block, k=k, among=among, rows=rows)
+    if isinstance(inner, faiss.IndexIVF):
+        # The nearest lists of the queries are the same in all shards, so they are found once.
+        assigned = inner.quantizer.search(transformed, min(inner.nprobe, inner.nlist))
+        search = partial(_search_lists, rows=transformed, k=k, among=among, assigned=assigned)
+    elif isinstance(inner, faiss.IndexHNSW) and among is not None and _are_few(len(among), rows, inner.hnsw.efSearch):
+        search = partial(_search_exactly, block=block, k=k, among=among)
+    similarities, ids = (np.concatenate(parts, axis=1) for parts in zip(*map(search, shards)))
     similarities[ids < 0] = -np.inf
+    if len(shards) == 1:
+        return similarities, ids
     order = np.argsort(-similarities, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(similarities, order, 1), np.take_along_axis(ids, order, 1)
 
 
-def _search_parameters(index: Any, ids: NDArray[np.int64]) -> Any:
-    """Parameters of faiss for a search among the rows with these ids; other parameters are those of the index.
+def _unwrapped(index: Any, rows: NDArray[np.float32]) -> tuple[Any, NDArray[np.float32]]:
+    """The faiss index behind ids and transforms of the rows, such as PCA, and these rows after the transforms."""
+    faiss = load_faiss()
+    while isinstance(index, (faiss.IndexIDMap, faiss.IndexPreTransform)):
+        if isinstance(index, faiss.IndexPreTransform):
+            for number in range(index.chain.size()):
+                rows = faiss.downcast_VectorTransform(index.chain.at(number)).apply(rows)
+        index = faiss.downcast_index(index.index)
+    return index, rows
 
-    The parameters are valid for one search, because faiss changes the selector of an `IndexIDMap` in place.
+
+def _search_shard(
+    shard: Any, block: NDArray[np.float32], k: int, among: NDArray[np.int64] | None, rows: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search a shard of an index that has this many rows; among the rows with some ids, if `among` is not None."""
+    # `faiss.contrib.torch_utils` replaces `search` by a method without `params`, and keeps it as `search_numpy`.
+    search = getattr(shard, "search_numpy", shard.search)
+    found: tuple[NDArray[np.float32], NDArray[np.int64]] = search(block, k, params=_parameters(shard, among, rows))
+    return found
+
+
+def _search_lists(
+    shard: Any, rows: NDArray[np.float32], k: int, among: NDArray[np.int64] | None, assigned: tuple[Any, Any]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search the lists of an IVF shard that `assigned` names for each query, with their similarities."""
+    faiss = load_faiss()
+    similarities = np.empty((len(rows), k), np.float32)
+    ids = np.empty((len(rows), k), np.int64)
+    to_lists, lists = assigned
+    arrays = (lists, to_lists, similarities, ids)
+    parameters = _parameters(shard, among, shard.ntotal)
+    ivf = without_transform(shard)
+    ivf.search_preassigned_c(len(rows), faiss.swig_ptr(rows), k, *map(faiss.swig_ptr, arrays), False, parameters)
+    return similarities, ids
+
+
+def _are_few(selected: int, rows: int, candidates: int) -> bool:
+    """Whether an exact search among some rows takes less time than one by HNSW that finds as good results.
+
+    HNSW visits as many rows with a filter as without one, and drops those that do not meet it, so it needs more
+    candidates, in proportion.
     """
+    return selected**2 <= ROWS_PER_CANDIDATE * candidates * rows
+
+
+def _search_exactly(
+    shard: Any, block: NDArray[np.float32], k: int, among: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Compare the queries with all rows of an HNSW shard that have some of the ids."""
+    faiss = load_faiss()
+    stored = faiss.vector_to_array(shard.id_map)
+    positions = np.flatnonzero(np.isin(stored, among))
+    inner, queries = _unwrapped(shard, block)
+    similarities, found = faiss.knn(queries, inner.reconstruct_batch(positions), k, metric=faiss.METRIC_INNER_PRODUCT)
+    ids = np.full(found.shape, -1, np.int64)
+    ids[found >= 0] = stored[positions[found[found >= 0]]]
+    return similarities, ids
+
+
+def _parameters(index: Any, ids: NDArray[np.int64] | None, rows: int) -> Any:
+    """Parameters of faiss for a search among the rows with these ids; None for a search among all rows.
+
+    The other parameters are those of the index, except that HNSW needs the more candidates, the fewer of the `rows` of
+    all shards are selected. They are valid for one search: faiss changes the selector of an `IndexIDMap` in place.
+    """
+    if ids is None:
+        return None
     faiss = load_faiss()
     if len(ids) > 0 and ids.max() < BITS_PER_ID * len(ids):  # a bitmap takes a tenth of the time of a hash table
         selected = np.zeros(int(ids.max()) + 1, np.bool_)
@@ -293,7 +379,7 @@ def _search_parameters(index: Any, ids: NDArray[np.int64]) -> Any:
     if isinstance(index, faiss.IndexIVF):
         return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe, max_codes=index.max_codes)
     if isinstance(index, faiss.IndexHNSW):
-        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch * rows // len(ids))
     return faiss.SearchParameters(sel=selector)
 
 
@@ -386,16 +472,33 @@ def read_shard(path: Path, mapped: bool) -> Any:
     """Read a shard from a file, or map the file into memory.
 
     Raises:
-        ValueError: if faiss cannot read the file.
+        ValueError: if faiss cannot read the file, or the file names another one.
     """
     faiss = load_faiss()
-    flags = 0
-    if mapped:
-        flags = faiss.IO_FLAG_MMAP_IFC
+    # With this flag, faiss looks for lists in another file beside the file of the index, which it can only do if it has
+    # opened that file by name and without a map. Here, it therefore raises before it opens the other file.
+    flags = faiss.IO_FLAG_ONDISK_SAME_DIR
+    can_map = POSIX or os.fspath(path).isascii()  # faiss cannot open other paths on Windows
     try:
         with path.open("rb") as file:  # raises an error of the system as such; faiss would report it as one of the file
-            if not POSIX and not os.fspath(path).isascii():  # faiss cannot open other paths on Windows
-                return faiss.read_index(faiss.PyCallbackIOReader(file.read))
-        return faiss.read_index(os.fspath(path), flags)
+            if mapped and can_map:
+                index = faiss.read_index(os.fspath(path), flags | faiss.IO_FLAG_MMAP_IFC)
+            else:
+                index = faiss.read_index(faiss.PyCallbackIOReader(file.read), flags)
     except RuntimeError as error:
         raise InvalidValue(f"faiss cannot read {path} ({faiss_reason(error)})", cure="build the index again") from None
+    _check_lists(path, index)
+    return index
+
+
+def _check_lists(path: Path, index: Any) -> None:
+    """Raise if lists are in another file: for the centroids of lists, faiss ignores the flags of `read_shard`."""
+    faiss = load_faiss()
+    if isinstance(index, faiss.IndexIVF) and isinstance(
+        faiss.downcast_InvertedLists(index.invlists), faiss.OnDiskInvertedLists
+    ):
+        raise InvalidValue(f"{path} must not name another file", cure="build the index again")
+    for name in INNER:
+        inner = getattr(index, name, None)
+        if isinstance(inner, faiss.Index):
+            _check_lists(path, faiss.downcast_index(inner))

@@ -24,14 +24,8 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.store import conditions, faiss_index
 from lightning_retrieval.search.store.conditions import Request
-from lightning_retrieval.search.store.disk_lists import (
-    ROWS_IN_MEMORY,
-    add_on_disk,
-    check_disk_build,
-    merge_on_disk,
-    others_informed,
-)
-from lightning_retrieval.search.store.id_table import IdTable, check_new_rows, integer_ids
+from lightning_retrieval.search.store.row_ids import integer_ids
+from lightning_retrieval.search.store.row_table import FILE, RowTable, check_new_rows
 from lightning_retrieval.search.store.rows import (
     SMALL_BLOCK,
     Embeddings,
@@ -153,7 +147,7 @@ class RetrievalIndex:
         parameters: search parameters in the syntax of faiss: `"nprobe=16"` for IVF (the default searches a single
             list), `"efSearch=64"` for HNSW; both must be >= 1.
         shards: number of shards that the rows are distributed over, from 1 to 10,000. Each shard is a file and a faiss
-            index; all are searched in parallel (faiss' `IndexShards`).
+            index, and all have the same training, see `build`.
         about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
@@ -213,7 +207,7 @@ class RetrievalIndex:
         """Recall@10 against exact search, see `add`; None for an exact index, and until it is measured."""
         self.mapped = False
         """Whether the files are mapped into memory; such an index cannot be changed."""
-        self._table = IdTable.empty()
+        self._table = RowTable.of(np.zeros(0, np.int64))
         self._lock = EditLock()
 
     def __len__(self) -> int:
@@ -238,8 +232,8 @@ class RetrievalIndex:
         If the index needs training, the first call trains it and should get many representative rows. The first call
         also measures `recall` with 256 of these rows as queries: the fraction of the 10 nearest rows by exact search
         that the index finds too. To add more rows than fit into memory, pass a mapped array
-        (`numpy.load(file, mmap_mode="r")`) or a tensor over a file (`torch.from_file`), or add a folder of embeddings
-        with `lightning-retrieval index --embeddings`.
+        (`numpy.load(file, mmap_mode="r")`) or a tensor over a file (`torch.from_file`). An index that does not fit
+        into memory itself is built by `build`.
 
         Args:
             embeddings: one floating-point row for each embedding, of any norm, as a tensor on any device or as a NumPy
@@ -247,7 +241,8 @@ class RetrievalIndex:
             ids: one integer >= 0 for each row, not yet in the index; if None, the integers after the largest id.
             paths: one string for each row, or None.
             columns: metadata by which a search can filter and group: for the name of each column, one string for each
-                row or one number for each row. All rows of an index have the same columns.
+                row or one number for each row, as a sequence, a tensor, an array, or a column of Arrow or pandas. None
+                is a missing value, which becomes "" in a column of strings. All rows of an index have the same columns.
 
         Raises:
             ValueError: if shapes do not match, an embedding is not finite, an id is negative or already in the index,
@@ -268,9 +263,9 @@ class RetrievalIndex:
                 if is_first:
                     self.faiss_indexes = self._empty_shards()
                 raise
-            self._table.add(new_ids, paths, added)
-            if is_first and self.factory != "Flat":
-                self.recall = self._measure_recall(rows, new_ids)
+            self._table = self._table.joined(added)
+            if is_first:
+                self._measure_recall(rows, new_ids)
 
     def search(
         self, queries: Queries, k: int, *, where: str | None = None, group_by: str | None = None
@@ -357,14 +352,15 @@ class RetrievalIndex:
         found = conditions.search_groups(search, rows, k, group_by=group_by, condition=condition, most=len(self))
         return conditions.as_tensors(found, k)
 
-    def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> float | None:
-        return measure_recall(lambda queries, k: self._search(queries, Request(k)), embeddings, ids)
+    def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+        if self.factory != "Flat" and len(self) > 0:
+            self.recall = measure_recall(lambda queries, k: self._search(queries, Request(k)), embeddings, ids)
 
     def _nearest(self, queries: Tensor, k: int, condition: conditions.Condition | None) -> tuple[Tensor, Tensor]:
         among = None
         if condition is not None:
             among = self._table.ids[conditions.matching_rows(condition, self._table.columns)]
-        return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k, among=among)
+        return faiss_index.search_shards(self.faiss_indexes, queries, k, among=among)
 
     def _nearest_with_groups(
         self, group_by: str, queries: Tensor, k: int, condition: conditions.Condition | None
@@ -378,18 +374,24 @@ class RetrievalIndex:
             results.append(list(map(conditions.Found, row_similarities, found.tolist(), groups)))
         return results
 
-    def build_on_disk(
-        self,
+    @classmethod
+    @owned_by(OWNER)
+    def build(
+        cls,
         folder: str | Path,
         embeddings: Embeddings,
         ids: Ids | None = None,
         paths: Sequence[str] | None = None,
         *,
         columns: Mapping[str, conditions.Values] | None = None,
-        rows_in_memory: int = ROWS_IN_MEMORY,
-        launch: Callable[[], object] | None = None,
-    ) -> None:
-        """Fill and save an empty IVF index, which may get larger than memory. Afterwards, the index is memory-mapped.
+        factory: str = "Flat",
+        parameters: str = "",
+        shards: int = 1,
+        about: Mapping[str, Any] | None = None,
+    ) -> "RetrievalIndex":
+        """Build and save an index, which may be larger than memory. The index that is returned is memory-mapped.
+
+        Only one shard at a time is in memory. A search finds the same rows with any number of shards.
 
         Args:
             folder: as for `save`.
@@ -397,39 +399,36 @@ class RetrievalIndex:
             ids: as for `add`; if None, the integers from 0.
             paths: as for `add`.
             columns: as for `add`.
-            rows_in_memory: maximum number of rows whose codes are held in memory, in each process, >= 65,536.
-            launch: makes this process the first one of a process group; called after the training. All others must
-                call `disk_lists.help_build_on_disk`, and add some of the rows. If None, this process adds all rows.
+            factory: as for the constructor.
+            parameters: as for the constructor.
+            shards: as for the constructor.
+            about: as for the constructor.
 
         Raises:
-            ValueError: as in `add` and `save`; also if the index is not IVF with Flat, SQ or PQ, or is not empty.
-            TypeError: as in `add`; also if `rows_in_memory` is not an integer, or `launch` cannot be called.
+            ValueError: as for the constructor, `add` and `save`.
+            TypeError: as for the constructor and `add`.
             OSError: if a file cannot be written completely; an existing index in the folder is unchanged.
-            ConnectionError: if another process has ended early.
 
         Cost:
-            Memory for the training rows, `rows_in_memory` codes, and all ids and paths; disk space for twice the codes.
+            Memory for the training rows, a shard, and all ids and paths; disk space for the index. A search takes
+            somewhat longer with more shards, so use few.
         """
-        path = check_path("folder", folder, owner=OWNER)
-        with owned_by(OWNER), self._lock.editing():
-            check_not_mapped(self.mapped, "add to")
-            rows = checked_rows("embeddings", embeddings, self.dim)
-            check_disk_build(self.faiss_indexes[0], self.factory, len(self), rows_in_memory)
-            new_ids, added = check_new_rows(self._table, rows, ids=ids, paths=paths, columns=columns)
-            try:
-                with new_version(path) as version:
-                    faiss_index.train_shards(self.faiss_indexes, self.factory, rows)
-                    parts = add_on_disk(self.faiss_indexes, rows, new_ids, rows_in_memory, version, launch)
-                    with others_informed(launch):
-                        self.faiss_indexes = merge_on_disk(self.faiss_indexes, parts, version)
-                        self._table.add(new_ids, paths, added)
-                        self.recall = self._measure_recall(rows, new_ids)
-                        version.write_all(self._table.writers())
-                        self._publish(version)
-            except BaseException:
-                self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
-                raise
-            self.mapped = True
+        path = check_path("folder", folder)
+        rows = checked_rows("embeddings", embeddings)
+        index = cls(rows.shape[1], factory, parameters=parameters, shards=shards, about=about)
+        new_ids, added = check_new_rows(index._table, rows, ids=ids, paths=paths, columns=columns)
+        with new_version(path) as version:
+            trained = index.faiss_indexes[:1]
+            faiss_index.train_shards(trained, factory, rows)
+            index.faiss_indexes = faiss_index.written_shards(
+                trained[0], index.shards, factory, rows, new_ids, version.write
+            )
+            index.mapped = True
+            index._table = added
+            index._measure_recall(rows, new_ids)
+            version.write(FILE, added.write)
+            index._publish(version)
+        return index
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters. Works for memory-mapped indexes too.
@@ -468,7 +467,7 @@ class RetrievalIndex:
             check_not_mapped(self.mapped, "remove from")
             positions = self._table.positions(removed)
             faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
-            self._table.remove(positions)
+            self._table = self._table.without(positions)
 
     def paths(self, ids: Ids) -> list[str]:
         """The paths of rows; "" for rows without a path.
@@ -480,7 +479,7 @@ class RetrievalIndex:
             ValueError: if an id is not in the index.
         """
         with owned_by(OWNER), self._lock.reading():
-            return self._table.paths_of(integer_ids(ids))
+            return self._table.paths(integer_ids(ids))
 
     @property
     def column_kinds(self) -> dict[str, conditions.Kind]:
@@ -525,8 +524,8 @@ class RetrievalIndex:
         """Write the index to a folder. An existing index in it stays intact until the new one is complete.
 
         Args:
-            folder: folder for vectors, ids, paths, and a manifest with the format version and all checksums. It must
-                not exist yet, be empty, or hold an index.
+            folder: folder for the vectors, the table of the rows, and a manifest with the format version and all
+                checksums. It must not exist yet, be empty, or hold an index.
 
         Raises:
             ValueError: if the folder holds other files, another process writes to it, or the index is memory-mapped.
@@ -536,7 +535,7 @@ class RetrievalIndex:
             path = check_path("folder", folder)
             check_not_mapped(self.mapped, "save")
             with new_version(path) as version:
-                version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
+                version.write_all({FILE: self._table.write, **faiss_index.shard_writers(self.faiss_indexes)})
                 self._publish(version)
 
     @classmethod
@@ -573,7 +572,7 @@ class RetrievalIndex:
                 recall = check_finite_number("recall", recall, least=0, most=1)
             count = check_integer("shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
-            table = IdTable.read(files, mapped)
+            table = RowTable.read(files[FILE], mapped)
             _check_rows(shards, table, settings["dim"])  # checked before memory is allocated for this dimension
             index = cls(**settings)
         except Exception as error:  # NumPy and faiss raise errors of many types for damaged files
@@ -619,11 +618,11 @@ class RetrievalIndex:
         vars(self).update(state, faiss_indexes=shards, _lock=EditLock())
 
 
-def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:
-    """Raise unless the shards have this dimension, and the table has an id and a path for each of their rows."""
+def _check_rows(shards: Sequence[Any], table: RowTable, dim: Any) -> None:
+    """Raise unless the shards have this dimension, and as many rows as the table."""
     dims = {shard.d for shard in shards}
     if dims != {dim} or isinstance(dim, bool):
         raise ValueError(f"`dim` is {short_repr(dim)}, but the embeddings have {sorted(dims)} numbers")
     rows = sum(shard.ntotal for shard in shards)
-    if not rows == len(table.ids) == len(table.paths):
-        raise ValueError(f"{rows} embeddings, {len(table.ids)} ids and {len(table.paths)} paths")
+    if rows != len(table):
+        raise ValueError(f"{rows} embeddings and {len(table)} ids")

@@ -33,7 +33,8 @@ from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.embedding_folder import check_unicode
 from lightning_retrieval.search.store import conditions
 from lightning_retrieval.search.store.conditions import Request
-from lightning_retrieval.search.store.id_table import (
+from lightning_retrieval.search.store.index import measure_recall
+from lightning_retrieval.search.store.row_ids import (
     LARGEST_ID,
     check_all_known,
     check_new_ids,
@@ -41,7 +42,6 @@ from lightning_retrieval.search.store.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.store.index import measure_recall
 from lightning_retrieval.search.store.rows import (
     Embeddings,
     Ids,

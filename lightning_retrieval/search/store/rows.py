@@ -4,7 +4,6 @@ Embeddings can be larger than memory (a tensor over a file, or the rows of a fol
 than a block of rows.
 """
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -67,7 +66,6 @@ class FolderRows:
         self.paths = PackedStrings.join(paths)
         self.shape = (ends[-1], folder.manifest.dim)
         self._ends: NDArray[np.int64] = np.array(ends[1:])
-        self._begin = 0  # position of the first row in the folder
         self.free_file()
 
     def free_file(self) -> None:
@@ -78,20 +76,11 @@ class FolderRows:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def part(self, begin: int, end: int) -> "FolderRows":
-        """The rows from `begin` to `end`, without their ids and paths: little enough to send to another process."""
-        part = copy.copy(self)
-        part.ids, part.paths = torch.empty(0, dtype=torch.int64), PackedStrings([])
-        part.shape = (end - begin, self.shape[1])
-        part._begin = self._begin + begin
-        part.free_file()
-        return part
-
     def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
         """The rows of a slice, or the rows at these positions, which must be in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
-        in_folder = positions.numpy() + self._begin
+        in_folder = positions.numpy()
         selected = [torch.empty(0, self.shape[1])]
         first = 0
         while first < len(in_folder):
@@ -155,25 +144,21 @@ Queries = (
 )
 
 
-def part_of(embeddings: Rows, begin: int, end: int) -> Rows:
-    """The rows from `begin` to `end`, to be sent to another process."""
-    if isinstance(embeddings, FolderRows):
-        return embeddings.part(begin, end)
-    return embeddings[begin:end].clone()
-
-
-def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """The L2-normalised rows in blocks, each with the position of its first row.
+def normalized_blocks(
+    embeddings: Rows, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """The L2-normalised rows from `begin` to `end` in blocks, each with the position of its first row.
 
     All blocks use the same memory, so a block is valid until the next one is asked for.
     """
-    memory = np.empty((min(BLOCK, len(embeddings)), embeddings.shape[1]), np.float32)
-    for begin in range(0, len(embeddings), BLOCK):
-        block = memory[: len(embeddings) - begin]
+    end = len(embeddings) if end is None else end
+    memory = np.empty((min(BLOCK, end - begin), embeddings.shape[1]), np.float32)
+    for first_of_block in range(begin, end, BLOCK):
+        block = memory[: end - first_of_block]
         for first in range(0, len(block), SMALL_BLOCK):
             last = min(first + SMALL_BLOCK, len(block))
-            block[first:last] = normalized_rows(embeddings[begin + first : begin + last])
-        yield begin, block
+            block[first:last] = normalized_rows(embeddings[first_of_block + first : first_of_block + last])
+        yield first_of_block, block
 
 
 def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
@@ -202,14 +187,14 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
     return torch.from_numpy(np.sort(sampled))
 
 
-def checked_rows(name: str, embeddings: Any, dim: int) -> Rows:
-    """Embeddings as `Rows`; raise unless they are floating-point numbers of shape (rows, dim)."""
+def checked_rows(name: str, embeddings: Any, dim: int | None = None) -> Rows:
+    """Embeddings as `Rows`; raise unless they are floating-point numbers of shape (rows, dim), any dim for None."""
     if isinstance(embeddings, np.ndarray):
         embeddings = ArrayRows(name, embeddings)
     elif not isinstance(embeddings, ArrayRows | FolderRows):
         check_float(name, embeddings)
-    if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
-        rule = f"must have shape (rows, {dim}), as the index has"
+    if len(embeddings.shape) != 2 or dim not in (None, embeddings.shape[1]):
+        rule = f"must have shape (rows, {dim or 'dim'}), as the index has"
         raise InvalidValue(rule, argument=name, got=tuple(embeddings.shape))
     rows: Rows = embeddings
     return rows

@@ -174,8 +174,8 @@ def test_metadata_and_threshold_survive_an_update(glyphs, table, validation, pla
 
 
 def test_an_index_of_embeddings_has_metadata(glyphs, embeddings, table, tmp_path):
-    on_disk = {"factory": "IVF2,Flat", "parameters": "nprobe=2", "rows_in_memory": 65_536}
-    index_embeddings(embeddings, tmp_path / "i", metadata=table, **on_disk)
+    settings = {"factory": "IVF2,Flat", "parameters": "nprobe=2", "shards": 3}
+    index_embeddings(embeddings, tmp_path / "i", metadata=table, **settings)
     index = RetrievalIndex.load(tmp_path / "i", mapped=True)
     assert index.column_kinds == {"price": "number", "code": "text", "product": "text"}
     paths = paths_of(glyphs[0] / "images")

@@ -16,7 +16,6 @@ from torchvision.transforms import v2
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
-from lightning_retrieval.search.commands.index import index_embeddings
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.search.commands.glyph_commands import (
     command,
@@ -277,20 +276,6 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
     assert len(RetrievalIndex.load(index)) == 40
     (index / "manifest.json").unlink()  # what a run leaves that was killed before it had written all
     assert command(capsys, *indexing(indexed, index))[0] == 0
-
-
-def index_by_all(rank, world_size, embeddings, output):
-    index_embeddings(embeddings, output, factory="IVF2,Flat", devices=world_size)
-
-
-@pytest.mark.distributed
-def test_several_processes_write_the_index_of_one(embeddings, tmp_path, run_processes):
-    index_embeddings(embeddings, tmp_path / "one", factory="IVF2,Flat")
-    run_processes(index_by_all, 2, embeddings, tmp_path / "all", backend=None)
-    of_one, of_all = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("files-*/*")} for name in ("one", "all")
-    )
-    assert of_one == of_all
 
 
 def test_damaged_missing_and_foreign_files_of_embeddings_are_not_indexed(embeddings, tmp_path, capsys):

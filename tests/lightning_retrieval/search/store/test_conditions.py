@@ -6,6 +6,7 @@ import itertools
 import random
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
@@ -120,6 +121,71 @@ def make(request, tmp_path):
     for index in made:
         if isinstance(index, MilvusStore):
             index.close()
+
+
+@pytest.mark.parametrize("factory", ["HNSW16", "PCA8,HNSW16", "HNSW16_SQ8"])
+def test_hnsw_finds_what_meets_a_condition(factory, tmp_path):
+    """All of few rows, and most of the nearest of many; a search for all rows without a condition is the witness."""
+    rows, queries = 2000, vectors(20, seed=1)
+    place = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    index = RetrievalIndex(DIM, factory, shards=2)
+    index.add(vectors(rows), columns={"place": place})
+    index.save(tmp_path)
+    mapped, witness = (RetrievalIndex.load(tmp_path, mapped=True) for _ in range(2))
+    witness.set_parameters(f"efSearch={rows}")
+    similarities, ids = witness.search(queries, rows)
+    for number in (0, 1, 10, 100, 1000, 1900):
+        k = min(number, 10)
+        for one in (index, mapped):
+            found_similarities, found = one.search(queries, 10, where=f"place < {number}")
+            hits = 0
+            for query in range(len(queries)):
+                meet = place[ids[query]] < number
+                expected = dict(zip(ids[query][meet][:k].tolist(), similarities[query][meet][:k].tolist()))
+                assert (found[query] >= 0).sum() == k
+                assert found_similarities[query, k:].tolist() == [-torch.inf] * (10 - k)
+                for one_id, similarity in zip(found[query].tolist(), found_similarities[query].tolist()):
+                    hits += one_id in expected
+                    assert similarity == pytest.approx(expected.get(one_id, similarity), abs=1e-5)
+            assert hits >= 0.95 * k * len(queries), number
+
+
+NUMBERS, TEXTS = [3, 1, None, 2], ["b", "a", "", "b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("number", pyarrow.array(NUMBERS)),
+        ("number", pyarrow.array(NUMBERS, pyarrow.uint8())),
+        ("number", pyarrow.array([9.5, *NUMBERS, None])[1:5]),
+        ("number", pyarrow.chunked_array([NUMBERS[:1], NUMBERS[1:]])),
+        ("number", [np.float64(3), np.int32(1), None, np.float16(2)]),
+        ("text", pyarrow.array(["b", "a", None, "b"])),
+        ("text", pyarrow.array(["x", *TEXTS], pyarrow.large_string()).dictionary_encode()[1:]),
+        ("text", [*map(np.str_, TEXTS)]),
+        ("text", np.array(TEXTS)),
+    ],
+)
+def test_columns_may_be_of_arrow_and_numpy(kind, values, tmp_path):
+    index = RetrievalIndex(DIM)
+    index.add(vectors(4), columns={"x": values})
+    index.add(vectors(4), columns={"x": values})
+    index.save(tmp_path)
+    expected = {"number": NUMBERS, "text": TEXTS}[kind]
+    where, meet = {"number": ("x >= 2", {0, 3, 4, 7}), "text": ("x == 'b'", {0, 3, 4, 7})}[kind]
+    for one in (index, RetrievalIndex.load(tmp_path), RetrievalIndex.load(tmp_path, mapped=True)):
+        assert one.column_kinds == {"x": kind}
+        assert one.columns(one.ids) == {"x": 2 * expected}
+        assert set(one.search(vectors(1), 4, where=where)[1][0].tolist()) == meet
+
+
+def test_columns_may_be_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    for values, dtypes in ((NUMBERS, ["Int64", "float32", "object"]), (TEXTS, ["object", "string", "category"])):
+        index = RetrievalIndex(DIM)
+        index.add(vectors(4), columns={dtype: pandas.Series(values, dtype=dtype) for dtype in dtypes})
+        assert index.columns(index.ids) == dict.fromkeys(dtypes, values)
 
 
 def test_a_search_finds_the_nearest_of_the_rows_that_meet_a_condition(make):

@@ -108,6 +108,28 @@ def test_the_largest_ids():
     assert index.ids[:2].tolist() == [0, 2**63 - 3]
 
 
+@pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "PCA8,IVF4_HNSW8,PQ4x4", "HNSW8"])
+def test_an_index_finds_the_same_rows_with_any_number_of_shards(factory, tmp_path):
+    settings = {"ids": 1000 - torch.arange(ROWS), "paths": [f"é/{i}.jpg" for i in range(ROWS)], "factory": factory}
+    settings |= {
+        "columns": {"row": range(ROWS)},
+        "parameters": "nprobe=2" if "IVF" in factory else "efSearch=999" * ("H" in factory),
+    }
+    one, several = (RetrievalIndex.build(tmp_path / str(n), vectors(), shards=n, **settings) for n in (1, 7))
+    loaded = RetrievalIndex.load(tmp_path / "7")
+    in_memory = RetrievalIndex(DIM, factory, parameters=settings["parameters"], shards=7)
+    in_memory.add(vectors(), settings["ids"], settings["paths"], columns=settings["columns"])
+    assert (one.recall, one.mapped) == (several.recall, several.mapped)
+    for where in (None, "row < 300"):
+        expected = one.search(vectors(20, seed=1), 7, where=where)
+        for index in (several, loaded, in_memory):
+            similarities, ids = index.search(vectors(20, seed=1), 7, where=where)
+            torch.testing.assert_close(similarities, expected[0])
+            assert torch.equal(ids, expected[1])
+    assert several.paths(expected[1][0]) == one.paths(expected[1][0])
+    assert len({part.ntotal for part in several.faiss_indexes}) == 2  # 85 or 86 rows
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 def test_pickle_and_copy(copied):
     index = built("IVF4,Flat", shards=2)

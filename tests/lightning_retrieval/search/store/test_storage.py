@@ -6,11 +6,12 @@ import shutil
 import stat
 import threading
 
+import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.files import POSIX
-from tests.lightning_retrieval.search.store.vectors import built, vectors
+from tests.lightning_retrieval.search.store.vectors import DIM, built, vectors
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +142,35 @@ def test_other_files_beside_an_index_are_kept(folder):
     (folder / "manifest.json").write_text("damaged")
     with pytest.raises(ValueError, match="something else"):
         built(rows=50).save(folder)
+
+
+def lists_in(file):
+    """An IVF index of faiss whose lists are in another file."""
+    index = faiss.index_factory(DIM, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors(200).numpy())
+    lists = faiss.OnDiskInvertedLists(4, index.code_size, str(file))
+    index.replace_invlists(lists, True)
+    lists.this.disown()
+    index.add(vectors(4).numpy())
+    return index
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_faiss_file_that_names_another_file_is_not_opened(hidden, mapped, tmp_path):
+    """Also not if the other file holds the rows of the centroids of the lists."""
+    folder, victim = tmp_path / "index", tmp_path / "victim"
+    index = RetrievalIndex(DIM, "IVF4,Flat")
+    index.add(vectors(200))
+    made = lists_in(victim)
+    if hidden:
+        made = faiss.IndexIVFFlat(made, DIM, 4, faiss.METRIC_INNER_PRODUCT)
+    made.ntotal = 200
+    index.faiss_indexes = [made]
+    index.save(folder)
+    del made, index
+    content = b"the user's" * 1000
+    victim.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: .*is damaged"):
+        RetrievalIndex.load(folder, mapped=mapped, verify=False)
+    assert victim.read_bytes() == content
