@@ -19,7 +19,7 @@ from lightning_retrieval.datamodules.image_table import with_paths
 from lightning_retrieval.datamodules.table import Table
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
 from lightning_retrieval.metrics import RetrievalMetrics, nearest_scores
 from lightning_retrieval.paths import check_path, cure_of_names
 from lightning_retrieval.search.commands.embedding import (
@@ -366,7 +366,8 @@ def read_metadata(
     columns = {name: _typed(read, name, rows) for name in read.columns if name != "image"}
     if not columns:
         raise InvalidValue("must have columns besides image", argument="metadata", got=f"none in {table}")
-    new_columns(columns, len(paths))  # raises for an invalid name
+    with reported_as(columns="metadata"):
+        new_columns(columns, len(paths))  # raises for an invalid name
     return columns
 
 

@@ -12,11 +12,13 @@ these forms is invalid. What Milvus gets is written from the parts.
 """
 
 import ast
+import datetime
 import keyword
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +45,7 @@ SPELLINGS = {  # what other languages write, and how it is written here
     r"\||\bOR\b": "or in place of | and OR",
     r"\bNOT\b|!(?!=)": "not in place of ! and NOT",
     r"\bIN\b": "in for one of several values",
-    r"[=<>]\s*(?!(?i:nan|inf|true|false|none)\b)[A-Za-z_]": "text in quotes, such as 'a'",
+    r"[=<>]\s*(?!(?i:nan|inf|none)\b)[A-Za-z_]": "text in quotes, such as 'a' or 'True'",
 }
 LARGEST_INTEGER = 2**53  # all integers up to this one are exact in float64
 # For each operator, the name of a function of Arrow, and except for "in" also of NumPy.
@@ -122,8 +124,8 @@ def check_column_name(name: Any) -> None:
     is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
     if not is_name or keyword.iskeyword(name):
         raise InvalidValue(
-            "must have names of letters, digits and _ that do not begin with a digit and are no keyword of Python, "
-            "such as class",
+            "must have names of letters from a to z, digits and _ that do not begin with a digit and are no keyword of "
+            "Python, such as class",
             argument="columns",
             got=short_repr(name),
             cure="rename the column",
@@ -159,8 +161,8 @@ def _column(name: str, values: Values, rows: int) -> Column:
         rule = f"must have one value for each of {rows} rows"
         raise InvalidValue(rule, argument="columns", got=f"{len(values)} for {name}")
     if _is_column(values):
-        return values
-    listed = _listed(values)
+        return _one_zero(np.from_dlpack(values)) if values.type == "float64" else values
+    listed = list(map(_plain, _listed(values)))
     types = set(map(type, listed))
     if types <= {int, float, NoneType} and types & {int, float}:
         return _numbers(name, listed)
@@ -194,6 +196,15 @@ def _listed(values: Any) -> list[Any]:
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
 
+def _plain(value: Any) -> Any:
+    """A value as a number or a text, as a table in CSV has it."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, (bool, datetime.date, datetime.time, datetime.timedelta)):
+        return str(value)
+    return value
+
+
 def _texts(name: str, listed: Sequence[str | None]) -> Column:
     """A column of texts; None, one that is missing, becomes ""."""
     import pyarrow
@@ -212,7 +223,12 @@ def _numbers(name: str, listed: Sequence[float | None]) -> Column:
     if not all(map(is_exact, given)):
         rule = f"must hold finite numbers, integers up to 2**53, for {name}"
         raise InvalidValue(rule, argument="columns", got="others")
-    return as_arrow(np.array(listed, np.float64))
+    return _one_zero(np.array(listed, np.float64))
+
+
+def _one_zero(numbers: NDArray[np.float64]) -> Column:
+    """A column of numbers, in which -0.0 is 0.0, since Milvus tells them apart where it looks for one of several."""
+    return as_arrow(numbers + 0.0)
 
 
 def is_exact(value: float) -> bool:
@@ -428,7 +444,6 @@ def matching_rows(condition: Condition, columns: Mapping[str, Column]) -> Bool[n
         matches: NDArray[np.bool_] = _matching_texts(condition, column.dictionary)[np.from_dlpack(column.indices)]
     elif condition.operator == "in":
         numbers = np.from_dlpack(column)
-        # Arrow does not find 0.0 among -0.0.
         matches = np.isin(numbers, list(value - {None}))
         if None in value:  # the group of rows without a number
             matches |= np.isnan(numbers)
@@ -472,7 +487,7 @@ def milvus_filter(condition: Condition, prefix: str) -> str:
 def _milvus_literal(value: Any) -> str:
     """A value as Milvus reads it. Milvus Lite knows few escape sequences, so only four characters are escaped."""
     if not isinstance(value, str):
-        return repr(value)
+        return repr(value or 0.0)  # not -0.0
     for character, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         value = value.replace(character, escaped)
     return f'"{value}"'

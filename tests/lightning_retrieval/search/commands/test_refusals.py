@@ -276,6 +276,7 @@ TABLE = {
         (metadata_of(f"image,a\nimages/{GLYPH},1\n"), SystemExit, "--metadata", "leave out images"),
         (metadata_of("image,a\nx.png,1\n", "--missing=keep"), SystemExit, "--metadata", "40 of 40"),
         (metadata_of("image,a,a\nx.png,1,2\n"), SystemExit, "a", ""),
+        (metadata_of(f"image,größe\n{GLYPH},1\n", "--missing=keep"), SystemExit, "--metadata", "größe"),
         (metadata_of("image,a\nx.png,1\n", "--columns=image="), SystemExit, "--columns", "image="),
         (metadata_of(f"image,a\n{GLYPH},1\n", "--missing=keep", MILVUS, "--output=g"), SystemExit, "--metadata", ""),
         (of_embeddings("--false_match_rate=0.1"), SystemExit, "--validation", ""),

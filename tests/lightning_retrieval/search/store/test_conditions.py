@@ -1,5 +1,7 @@
 """Searches with conditions and groups find what a loop in plain Python finds, in faiss and in Milvus Lite."""
 
+import datetime
+import decimal
 import functools
 import importlib
 import itertools
@@ -27,7 +29,7 @@ def metadata():
     brands = list(itertools.islice(itertools.cycle(BRANDS), ROWS))
     chosen.shuffle(brands)
     stock = [chosen.choice([-3, 0, 1, 7, 2**53, -(2**53)]) for _ in range(ROWS)]
-    price = [chosen.choice([-1.5, 0.0, 0.1, 1 / 3, 2.0, 1e-30, 1e300]) for _ in range(ROWS)]
+    price = [chosen.choice([-1.5, 0.0, -0.0, 0.1, 1 / 3, 2.0, 1e-30, 1e300]) for _ in range(ROWS)]
     return {"brand": brands, "stock": stock, "price": price}
 
 
@@ -178,6 +180,14 @@ def test_columns_may_be_of_arrow_and_numpy(kind, values, tmp_path):
         assert one.column_kinds == {"x": kind}
         assert one.columns(one.ids) == {"x": 2 * expected}
         assert set(one.search(vectors(1), 4, where=where)[1][0].tolist()) == meet
+
+
+def test_columns_of_other_types_are_texts_or_numbers_as_a_table_has_them():
+    day, cost = datetime.date(2026, 1, 2), decimal.Decimal("1.5")
+    index = RetrievalIndex(DIM)
+    index.add(vectors(2), columns={"ok": [True, False], "day": pyarrow.array([day, None]), "cost": [cost, cost]})
+    assert index.columns(index.ids) == {"ok": ["True", "False"], "day": ["2026-01-02", ""], "cost": [1.5, 1.5]}
+    assert index.search(vectors(1), 2, where="ok == 'True' and day < '2026-02'")[1].tolist() == [[0, -1]]
 
 
 def test_columns_may_be_of_pandas():
