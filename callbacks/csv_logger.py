@@ -5,6 +5,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,18 @@ def other_loggers(configured: Any) -> list[Any]:
 
 
 class _ContinuedFile(ExperimentWriter):
-    """Appends rows to `metrics.csv`. A row replaces the rows of the same step that share a metric with it."""
+    """Appends rows to `metrics.csv`.
+
+    A row replaces those of the same step that share a metric with it and are of an earlier start, or of
+    `RowsBeforeCheckpoints`.
+    """
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
         self._file = Path(self.metrics_file_path)
-        self._written: dict[str, set[str]] = {}  # names of the metrics in the file, by step
+        self._replaceable: dict[str, list[set[str]]] = {}  # by step, the metrics of each row that may be replaced
         self._last: Mapping[str, Any] = {}  # the row that was written last
+        self._early: Mapping[str, Any] = {}  # the row of `RowsBeforeCheckpoints` that Lightning has not logged yet
         if self._file.exists():
             self._read_earlier()
 
@@ -148,29 +154,33 @@ class _ContinuedFile(ExperimentWriter):
             os.truncate(self._file, end_of_last_line)
         self.metrics_keys, rows = _read(self._file)
         for row in rows:
-            self._remember(row)
+            self._replaceable.setdefault(str(row["step"]), []).append(_metrics_of(row))
+
+    def expect_again(self) -> None:
+        """Let Lightning log the row that was written last again, with the same metrics or more."""
+        self._early = self._last
+        self._replaceable.setdefault(str(self._early["step"]), []).append(_metrics_of(self._early))
 
     def save(self) -> None:
         """Write the rows that were logged since the last call."""
         if not self.metrics:
             return
-        # What `RowsBeforeCheckpoints` has written, Lightning logs again.
-        rows = [row for row in self.metrics if row != self._last]
-        replaces = any(self._written.get(str(row["step"]), set()) & _metrics_of(row) for row in rows)
+        rows = [row for row in self.metrics if row != self._early]
         new_columns = self._record_new_keys()
         with owned_by("ResumableCSVLogger"), writing(self._file):
-            if replaces or new_columns or not self._file.exists():
+            if new_columns or any(map(self._replaced_by, rows)) or not self._file.exists():
                 self._rewrite(rows)
             else:
                 with self._file.open("a", newline="", encoding="utf-8") as file:
                     csv.DictWriter(file, self.metrics_keys).writerows(rows)
-        for row in rows:
-            self._remember(row)
-        self.metrics = []
+        if self._early:
+            with suppress(ValueError):  # a row has replaced it
+                self._replaceable[str(self._early["step"])].remove(_metrics_of(self._early))
+        self._early, self._last, self.metrics = {}, self.metrics[-1], []
 
-    def _remember(self, row: Mapping[str, Any]) -> None:
-        self._written.setdefault(str(row["step"]), set()).update(_metrics_of(row))
-        self._last = row
+    def _replaced_by(self, row: Mapping[str, Any]) -> list[set[str]]:
+        """The metrics of each row that a new row replaces."""
+        return [metrics for metrics in self._replaceable.get(str(row["step"]), []) if metrics & _metrics_of(row)]
 
     def _rewrite(self, new: Sequence[Mapping[str, Any]]) -> None:
         """Write all rows to a new file, which then replaces the old file."""
@@ -178,7 +188,7 @@ class _ContinuedFile(ExperimentWriter):
         if self._file.exists():
             rows += _read(self._file)[1]
         for row in new:
-            _put(rows, row)
+            self._put(rows, row)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self.metrics_keys)
         writer.writeheader()
@@ -186,16 +196,18 @@ class _ContinuedFile(ExperimentWriter):
         with new_file(self._file) as file:
             file.write(text.getvalue().encode())
 
-
-def _put(rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:
-    """Replace the rows that share the step and a metric with a new row by the new row; append it if there are none."""
-    replaced = []
-    for position, row in enumerate(rows):
-        if str(row["step"]) == str(new["step"]) and _metrics_of(row) & _metrics_of(new):
-            replaced.append(position)
-    for position in reversed(replaced):
-        del rows[position]
-    rows.insert(replaced[0] if replaced else len(rows), new)
+    def _put(self, rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:
+        """Put a new row in the place of those that it replaces; append it if there are none."""
+        step = str(new["step"])
+        place = len(rows)
+        for metrics in self._replaced_by(new):
+            self._replaceable[step].remove(metrics)
+            for position, row in enumerate(rows):
+                if str(row["step"]) == step and _metrics_of(row) == metrics:
+                    del rows[position]
+                    place = min(place, position)
+                    break
+        rows.insert(place, new)
 
 
 def _metrics_of(row: Mapping[str, Any]) -> set[str]:
@@ -258,3 +270,4 @@ class RowsBeforeCheckpoints(pl.Callback):
         if connector.should_update_logs and metrics:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self.logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step)
+            self.logger.experiment.expect_again()

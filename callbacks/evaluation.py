@@ -434,14 +434,15 @@ class RetrievalEvaluation(Callback):
     def _values_of(self, evaluation_set: EvaluationSet, trainer: pl.Trainer) -> dict[str, Tensor]:
         """The metrics of a set, without the R@k of a default k that is above the number of ranked images.
 
-        What a callback monitors is kept, because the callback would stop the run without it.
+        What a callback monitors is kept, also as the mean over all sets, because it would stop the run without it.
         """
         values, metrics = evaluation_set.compute(), evaluation_set.metrics
         if not isinstance(metrics, RetrievalMetrics) or not self._has_default_ks(metrics):
             return values
+        stage, monitored = evaluation_set.prefix.partition("/")[0], _monitored_by(trainer)
         for prefix, images in _ranked_images(evaluation_set.prefix, metrics).items():
-            large = {f"{prefix}R@{k}" for k in DEFAULT_KS if k > max(images, 1)}
-            left_out = large - _monitored_by(trainer)
+            large = [k for k in DEFAULT_KS if k > max(images, 1) and f"{stage}/R@{k}" not in monitored]
+            left_out = {f"{prefix}R@{k}" for k in large} - monitored
             values = {name: value for name, value in values.items() if _OF_DIMS.sub("", name) not in left_out}
         return values
 

@@ -104,6 +104,7 @@ class CheckpointOnInterrupt(pl.Callback):
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process ends
         self._save(trainer)
+        self._reset()
         if hasattr(trainer.strategy.launcher, "kill"):  # processes that this one has started, and that may wait for it
             trainer.strategy.launcher.kill(getattr(signal, "SIGKILL", signal.SIGTERM))
 
@@ -123,7 +124,11 @@ class CheckpointOnInterrupt(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the previous signal handler, and reset the state of this run."""
         self._restore()
-        self._requested = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = None
+        self._requested = self._in_step = False
         self._steps = 0
         self._store = None
         self._read_at = -math.inf

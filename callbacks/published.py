@@ -73,6 +73,6 @@ class PublishedResults(Callback):
         self.last = {name: float(logged.get(f"{stage}/{name}", math.nan)) for name in self.results}
 
     def _print(self, trainer: pl.Trainer, columns: dict[str, dict[str, float]]) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.results:
             table = results_table({"published": self.results, **columns})
             print(f"\n{self.source}\n{NOTE}\n{table}", flush=True)

@@ -56,7 +56,7 @@ class RetrievalWandbLogger(WandbLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        check_path("save_dir", save_dir, owner="RetrievalWandbLogger")
+        save_dir = check_path("save_dir", save_dir, owner="RetrievalWandbLogger")
         run_id = id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         super().__init__(
             name=name, save_dir=save_dir, project=project, id=run_id, offline=offline, prefix=prefix, **kwargs

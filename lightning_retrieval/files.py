@@ -172,10 +172,10 @@ def new_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 def _exchange_folders(new: Path, folder: Path, names: Sequence[str]) -> bool:
     """Let a new folder within another one take its name, with all files that have other names; False if it cannot."""
     owners = {(new.stat().st_uid, new.stat().st_gid), (folder.stat().st_uid, folder.stat().st_gid)}
-    if len(owners) > 1 or Path.cwd().is_relative_to(folder):
-        return False
     beside = temporary_path(folder)
     try:
+        if len(owners) > 1 or Path.cwd().is_relative_to(folder):
+            return False
         for path in folder.iterdir():
             if path.name not in names and not is_temporary(path):
                 _link(path, new / path.name)

@@ -4,6 +4,7 @@
 another Unicode form or case, `\\` for `/`, or a folder too many.
 """
 
+import errno
 import os
 import unicodedata
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Annotated
 
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 
+WRITTEN_BY_WANDB = "wandb"  # a folder with links of Weights & Biases to its own logs
 ExistingPath = Annotated[Path, "exists"]  # of an option of a command that names a file or a folder which must be there
 
 
@@ -36,10 +38,14 @@ def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exi
     except RuntimeError:  # a user of a container has no home folder
         rule = "must be in a home folder that is known"
         raise MissingFile(rule, owner, name, got=text, cure="give the path without ~") from None
-    if exists and not path.exists():
-        rule = "must be a file or a folder"
-        got = f"{path}, which does not exist"
-        raise MissingFile(rule, owner, name, got=got, cure=cure_of_missing(path))
+    if exists:
+        try:
+            path.stat()
+        except OSError as error:  # also a folder that this user may not enter, or a name that is too long
+            is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            got = f"{path}, which does not exist" if is_missing else f"{path} ({error.strerror})"
+            rule = "must be a file or a folder"
+            raise MissingFile(rule, owner, name, got=got, cure=cure_of_missing(path)) from None
     return path
 
 
@@ -61,6 +67,7 @@ def check_links(name: str, folder: Path, *, owner: str = "") -> None:
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
                 rule = "must be a folder without links that lead out of it"
                 raise InvalidValue(rule, owner, name, got=f"{path}, which leads to {os.readlink(path)}")
+        folders[:] = [entry for entry in folders if entry != WRITTEN_BY_WANDB]
 
 
 def find_file(root: Path, *candidates: str, root_name: str = "root", argument: str = "") -> Path:
@@ -76,7 +83,7 @@ def find_file(root: Path, *candidates: str, root_name: str = "root", argument: s
         FileNotFoundError: if none of the paths exists.
     """
     for candidate in candidates:
-        if (root / candidate).exists():
+        if os.path.exists(root / candidate):
             return root / candidate
     wanted = " or ".join(candidates)
     if argument:
@@ -88,7 +95,7 @@ def find_file(root: Path, *candidates: str, root_name: str = "root", argument: s
     cure = ""
     for candidate in candidates:
         cure = cure or cure_of_missing(root / candidate)
-        if (root.absolute().parent / candidate).exists():
+        if os.path.exists(root.absolute().parent / candidate):
             cure = f"pass {root_name}={root.absolute().parent}"
     raise MissingFile(f"must contain {wanted}", argument=root_name, got=f"{root}, which does not", cure=cure)
 
@@ -100,7 +107,7 @@ def cure_of_missing(path: Path) -> str:
         path: a path at which there is neither a file nor a folder.
     """
     slashed = Path(str(path).replace("\\", "/"))
-    if slashed != path and slashed.exists():
+    if slashed != path and os.path.exists(slashed):
         return "write / in place of \\ in the path"
     similar = None if os.path.lexists(path) else _similar(path)  # a file in place of a folder, or a link to nothing
     if similar is not None and unicodedata.normalize("NFC", str(similar)) == unicodedata.normalize("NFC", str(path)):
@@ -110,7 +117,7 @@ def cure_of_missing(path: Path) -> str:
     parts = path.parts
     for position in range(bool(path.anchor), len(parts) - 1):
         shorter = Path(*parts[:position], *parts[position + 1 :])
-        if shorter.exists():
+        if os.path.exists(shorter):
             return f"leave out {parts[position]}, since there is {shorter}"
     return ""
 

@@ -107,7 +107,7 @@ def _as_meant_here(args: Sequence[str]) -> list[str]:
     """The arguments of a command, each with its value as in a config, see `_value`."""
     changed = []
     for argument in args:
-        option, equals, value = argument.rpartition("=")
+        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         changed.append(option + equals + _value(value))
     return changed
 
@@ -408,7 +408,7 @@ class RetrievalCLI(LightningCLI):
         given = self._get(self.config_init, "run_folder")
         with ExitStack() as stack:
             if given is not None and self.trainer.global_rank == 0:
-                folder = Path(given)
+                folder = check_path("--run_folder", given)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(folder_lock(folder))

@@ -68,6 +68,7 @@ def test_a_row_that_is_written_before_its_checkpoint_is_not_written_twice(once, 
     for step in range(10):
         metrics = {"train/loss": 1 / (step + 1), "epoch": step // 4}
         logger.log_metrics(metrics, step)
+        logger.experiment.expect_again()
         assert len([row for row in rows_of(folder) if row["train/loss"]]) == step + 1
         logger.log_metrics(metrics, step)
         if step in (3, 7):
@@ -78,12 +79,34 @@ def test_a_row_that_is_written_before_its_checkpoint_is_not_written_twice(once, 
 def test_a_row_that_has_grown_since_is_replaced(tmp_path):
     logger = ResumableCSVLogger(tmp_path / "run")
     logger.log_metrics({"a": 1.0, "epoch": 0}, 0)
+    logger.experiment.expect_again()
     logger.log_metrics({"a": 1.0, "b": 2.0, "epoch": 0}, 0)
     logger.log_metrics({"a": 3.0, "epoch": 0}, 1)
     assert rows_of(tmp_path / "run") == [
         {"a": "1.0", "b": "2.0", "epoch": "0", "step": "0"},
         {"a": "3.0", "b": "", "epoch": "0", "step": "1"},
     ]
+
+
+@pytest.mark.posix
+def test_a_run_goes_on_beside_the_logs_of_weights_and_biases(tmp_path):
+    """Which are links to its cache."""
+    (tmp_path / "run/wandb/logs").mkdir(parents=True)
+    (tmp_path / "run/wandb/logs/core.log").symlink_to(tmp_path / "cache.log")
+    assert ResumableCSVLogger(tmp_path / "run").log_dir == str(tmp_path / "run")
+
+
+def test_all_rows_of_one_start_stay(tmp_path):
+    """As of several tests, each of which Lightning logs at the last step; a later start replaces each row once."""
+    logger = ResumableCSVLogger(tmp_path / "run")
+    for value in (0.1, 0.2, 0.3):
+        logger.log_metrics({"test/mAP": value}, 5)
+    logger.log_metrics({"other": 1.0}, 5)
+    assert [row.get("test/mAP") for row in rows_of(tmp_path / "run")] == ["0.1", "0.2", "0.3", ""]
+    later = ResumableCSVLogger(tmp_path / "run")
+    for value in (0.4, 0.5):
+        later.log_metrics({"test/mAP": value}, 5)
+    assert sorted(row["test/mAP"] for row in rows_of(tmp_path / "run")) == ["", "0.4", "0.5"]
 
 
 def test_a_later_start_may_log_more_metrics_than_the_first(tmp_path):

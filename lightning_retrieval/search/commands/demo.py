@@ -5,7 +5,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,14 @@ def run_demo(index: EmbeddingStore, images: Path | None, *, k: int, host: str, p
     """
     check_integer("k", k, least=1)
     check_integer("port", port, least=1, most=65535)
-    with suppress(KeyboardInterrupt), _ended_by_signals(), without_proxies(), private_uploads():
-        folder = image_folder(images, index)
-        if not folder.is_dir():
-            rule = "must be the folder of the index's images"
-            raise InvalidValue(rule, argument="images", got=f"{folder}, which is not a folder")
-        page = serve_demo(ImageSearcher(index, **settings), folder, k=min(k, len(index)), host=host, port=port)
+    folder = image_folder(images, index)
+    if not folder.is_dir():
+        rule = "must be the folder of the index's images"
+        raise InvalidValue(rule, argument="images", got=f"{folder}, which is not a folder")
+    with suppress(KeyboardInterrupt), _ended_by_signals(), private_uploads(), ExitStack() as stack:
+        searcher = ImageSearcher(index, **settings)  # whose weights may be downloaded through a proxy
+        stack.enter_context(without_proxies())
+        page = serve_demo(searcher, folder, k=min(k, len(index)), host=host, port=port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
         try:
             page.block_thread()
@@ -330,13 +332,23 @@ def _bold(name: str) -> str:
     return f"**{escaped}**"
 
 
+def _paths_in(value: Any) -> Iterator[str]:
+    """The paths of files in the input of an event, at any depth, as Gradio looks for them."""
+    if isinstance(value, dict):
+        if "path" in value:
+            yield str(value["path"])
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _paths_in(item)
+
+
 def _page_of_files(gradio: Any) -> Any:
     """The class of a page that searches for uploaded files only: Gradio would fetch one from any web address."""
 
     class PageOfFiles(gradio.Blocks):  # type: ignore[misc]
         def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
-            files = [value for value in inputs if isinstance(value, dict)]
-            if not all(os.path.isabs(str(file.get("path"))) for file in files):
+            if not all(map(os.path.isabs, _paths_in(inputs))):
                 raise gradio.Error(NOT_UPLOADED)
             super().validate_inputs(block_fn, inputs)
 

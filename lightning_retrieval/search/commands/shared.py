@@ -87,8 +87,8 @@ class ModelOptions:
             rule = "must not be given with `checkpoint`, which is another model"
             raise InvalidValue(rule, argument=names[0], cure="give one of them")
         if self.backbone is None or self.weights is None:
-            rule = "must be given with `backbone`, the name of a pretrained network, and `weights`"
-            raise InvalidValue(rule, argument=names[0])
+            missing = "backbone" if self.backbone is None else "weights"
+            raise InvalidValue(f"must be given with `{missing}`", argument=names[0])
         if transform is not None and len(names) > 2:
             rule = "must not be given with `transform`, which replaces the preparation of the backbone"
             raise InvalidValue(rule, argument=names[2])

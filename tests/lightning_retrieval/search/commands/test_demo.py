@@ -109,7 +109,9 @@ def test_other_hosts_large_files_and_addresses_are_refused(server):
     assert server.upload("large.png", b"0" * (20 * 2**20 + 2**17)).status_code == 413
     assert not list(server.uploads.rglob("large.png"))
     for path in ("http://example.com/a.png", "HTTPS://example.com/a.png", None):
-        assert server.search({"path": path, "meta": {"_type": "gradio.FileData"}})["error"]
+        file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+        for data in (file, [file], {"path": "/a.png", "more": [file]}):
+            assert "upload" in server.search(data)["error"]
 
 
 @pytest.mark.slow

@@ -269,6 +269,7 @@ TABLE = {
         (lambda query_rows: ["--embeddings", query_rows, "--output=new"], SystemExit, "--embeddings", ""),
         (of_embeddings("--shards=0"), SystemExit, "--shards", "0"),
         (indexing("--missing=keep"), SystemExit, "--missing", "keep"),
+        (indexing(f"--metadata={'a' * 300}"), SystemExit, "--metadata", "too long"),
         (indexing("--metadata=gone.csv"), SystemExit, "--metadata", "gone.csv"),
         (metadata_of("image,a\nx.png,1\nx.png,2\n"), SystemExit, "image", "x.png"),
         (metadata_of("image,a\nx.png,1\n"), SystemExit, "--metadata", "40 of 40"),
