@@ -21,7 +21,7 @@ from lightning_retrieval.checkpoints import checkpoints_in, checksums_of, find_d
 from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.invalid import InvalidValue, owned_by
-from lightning_retrieval.paths import check_links, check_path
+from lightning_retrieval.paths import check_own_entries, check_path
 
 
 def run_folder(trainer: Any) -> Path:
@@ -105,7 +105,7 @@ class ResumableCSVLogger(CSVLogger):
         path = check_path("folder", folder, owner="ResumableCSVLogger")
         if path.is_file():
             raise InvalidValue("must be the path of a folder", "ResumableCSVLogger", "folder", got=f"the file {path}")
-        check_links("folder", path, owner="ResumableCSVLogger")
+        check_own_entries("folder", path, owner="ResumableCSVLogger")
         super().__init__(path.parent, name="", version=path.name, prefix=prefix, flush_logs_every_n_steps=1)
 
     @property

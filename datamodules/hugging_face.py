@@ -49,8 +49,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
             _check_files(local)
             found = datasets.load_from_disk(str(local))
         elif local.exists():
-            # Without the README.md of the folder, in which addresses and files elsewhere may stand.
-            files = str(local) if local.is_file() else _parquet_files(local)
+            files = str(local) if local.is_file() else _parquet_files(local, config)
             found = datasets.load_dataset("parquet", data_files=files)
         else:
             found = datasets.load_dataset(path, config, revision=revision)
@@ -79,13 +78,40 @@ def _check_files(folder: Path) -> None:
         raise ValueError(f"it names the file {outside[0]!r} outside of the folder")
 
 
-def _parquet_files(folder: Path) -> dict[str, list[str]]:
-    """The Parquet files in a folder, by the split that is in their names."""
+def _parquet_files(folder: Path, config: str | None) -> dict[str, list[str]]:
+    """The Parquet files in a folder by split, as its README.md says, or else by the splits in their names."""
     from datasets.data_files import DataFilesDict, get_data_patterns  # type: ignore[import-untyped]
 
-    patterns = get_data_patterns(str(folder))
+    patterns = _patterns_of_readme(folder, config) or get_data_patterns(str(folder))
     found = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=[".parquet"])
     return {str(split): list(map(str, files)) for split, files in found.items()}
+
+
+def _patterns_of_readme(folder: Path, config: str | None) -> dict[str, Any] | None:
+    """Patterns of the files of a configuration by split, in the README.md of a data set from the hub; None without any.
+
+    Raises:
+        ValueError: if there is no such configuration, or a pattern leads out of the folder.
+    """
+    from datasets.data_files import sanitize_patterns
+    from huggingface_hub import DatasetCard
+
+    configs: list[Any] = []
+    if (folder / "README.md").is_file():
+        card = DatasetCard.load(folder / "README.md", ignore_metadata_errors=True)
+        configs = card.data.to_dict().get("configs") or []
+    names = [str(one.get("config_name", "default")) for one in configs]
+    wanted = config or ("default" if "default" in names else names[0] if len(names) == 1 else None)
+    if wanted not in names and (names or config):
+        raise ValueError(f"it has the configurations {', '.join(names) or 'of no name'}, of which `config` names one")
+    files = configs[names.index(wanted)].get("data_files") if names else None
+    if files is None:
+        return None
+    patterns: dict[str, Any] = sanitize_patterns(files)
+    for pattern in (str(one) for of_split in patterns.values() for one in of_split):
+        if leaves_root(pattern) or "://" in pattern:
+            raise ValueError(f"its README.md names {pattern!r} outside of the folder")
+    return patterns
 
 
 def _import_datasets() -> Any:
@@ -267,7 +293,8 @@ class HuggingFaceImages(ImageDataModule):
     Args:
         path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or the name of a data set on the
             hub, such as `"owner/name"`, which is downloaded once.
-        config: name of the configuration of a data set on the hub; None if there is only one.
+        config: name of the configuration of a data set on the hub, or in the README.md of a folder; None if there is
+            only one.
         revision: commit, tag or branch on the hub; None for the newest commit.
         image_column: the column of images; may be None if only one column has the type Image.
         label_column: the column of classes, integers or text. It may be None if there is a `tag_column`; then each row

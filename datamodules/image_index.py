@@ -154,7 +154,7 @@ def use_of(split: str) -> str:
 
 
 def splits_by_use(names: Iterable[str], argument: str) -> dict[str, str]:
-    """The names of splits by their uses.
+    """The names of splits by their uses. Beside `test`, or `val`, another name of it is an evaluation set of its own.
 
     Args:
         names: the names.
@@ -163,12 +163,16 @@ def splits_by_use(names: Iterable[str], argument: str) -> dict[str, str]:
     Raises:
         ValueError: if two splits have the same use.
     """
-    splits: dict[str, str] = {}
-    for name in names:
-        first = splits.setdefault(use_of(name), name)
+    different = list(dict.fromkeys(names))
+    splits = {name: name for name in different if name in USES}
+    for name in different:
+        use = use_of(name)
+        if use in splits and use != "train" and use in different and name != use:
+            use = name  # beside `test`, `eval` is another evaluation set
+        first = splits.setdefault(use, name)
         if first != name:
-            got = f"{first!r} and {name!r}, which both mean {use_of(name)}"
-            raise InvalidValue("must have one name for each split", argument=argument, got=got)
+            got = f"{first!r} and {name!r}, which both mean {use}"
+            raise InvalidValue("must have one name for each split", argument=argument, got=got, cure="rename one")
     return splits
 
 
@@ -179,10 +183,11 @@ def folders_of_splits(folders: Iterable[str], argument: str = "root") -> dict[st
         folders: the names of the folders.
         argument: name of the argument with the root, for the message.
     """
-    found = splits_by_use([name for name in sorted(folders) if use_of(name) in USES], argument)
-    if len(found) < 2:
+    named = [name for name in sorted(folders) if use_of(name) in USES]
+    if len(set(map(use_of, named))) < 2:
         return {}
-    return {use: found[use] for use in USES if use in found}
+    found = splits_by_use(named, argument)
+    return {split: found[split] for split in sorted(found, key=[*USES, *named].index)}
 
 
 def check_no_roles(root: Path, folders: Iterable[str], argument: str = "root") -> None:

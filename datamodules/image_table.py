@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction, splits_by_use, use_of
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, check_test_fraction, splits_by_use
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table import LARGEST_PIXEL, Table, drawn_splits, normalized_path, number_splits
 from lightning_retrieval.datamodules.table_file import TAG_SEPARATOR, read_table
@@ -161,8 +161,8 @@ def splits_of(table: Table) -> list[str]:
     check_values(table, "split")
     rule = "be a split, but this is a role"
     table.check("split", lambda name: name.lower() in ROLES, rule, cure="write test, and the role in the column role")
-    splits_by_use(dict.fromkeys(table["split"]), "split")
-    return list(map(use_of, table["split"]))
+    use_of_name = {name: use for use, name in splits_by_use(table["split"], "split").items()}
+    return [use_of_name[name] for name in table["split"]]
 
 
 def by_split(table: Table, test_fraction: float, seed: int) -> dict[str, Table]:

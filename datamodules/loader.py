@@ -396,8 +396,9 @@ class RetrievalDataLoader(DataLoader[Any]):
         if section is None or not drawn:  # a `collate_fn` of the user may have made or removed the sides
             return
         drawn = drawn[section.begin : section.end]
-        if ids is not None:
+        if ids is not None and (is_first or _has_second_label(ids, labels)):
             _check_ids(sampler, [index - section.first_index for index in drawn], ids.tolist())
+        if ids is not None:
             ids = ids + section.first_index
         if labels is None or not (is_first or sampler.draws_classes):
             return
@@ -422,6 +423,14 @@ class RetrievalDataLoader(DataLoader[Any]):
         """
         if not self._fixed_start:
             self._rank_sampler.set_position(state_dict["epoch"], state_dict["start"])
+
+
+def _has_second_label(ids: Tensor, labels: Tensor | None) -> bool:
+    """Whether an id has two labels. An image that replaces one that cannot be read has its own id and label again."""
+    if labels is None:
+        return False
+    rows = torch.cat([ids[:, None], labels.reshape(len(ids), -1)], 1)
+    return len(rows.unique(dim=0)) > len(ids.unique())
 
 
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:

@@ -230,8 +230,9 @@ def flush(path: Path) -> None:
     Windows and some file systems, such as those of SMB, cannot flush a folder.
     """
     if path.is_dir():
-        with suppress(OSError):
-            _flush(path, os.O_RDONLY)
+        if POSIX:
+            with suppress(OSError):
+                _flush(path, os.O_RDONLY)
     else:
         _flush(path, os.O_RDWR)  # Windows flushes only what is open for writing
 

@@ -13,7 +13,6 @@ from typing import Annotated
 
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 
-WRITTEN_BY_WANDB = "wandb"  # a folder with links of Weights & Biases to its own logs
 ExistingPath = Annotated[Path, "exists"]  # of an option of a command that names a file or a folder which must be there
 
 
@@ -49,8 +48,8 @@ def check_path(name: str, value: str | os.PathLike[str], *, owner: str = "", exi
     return path
 
 
-def check_links(name: str, folder: Path, *, owner: str = "") -> None:
-    """Raise if a link in a folder leads out of it, so that what is written there would be written elsewhere.
+def check_own_entries(name: str, folder: Path, *, owner: str = "") -> None:
+    """Raise if an entry of a folder is a link that leads out of it: what is written there would be written elsewhere.
 
     Args:
         name: name of the argument with the folder.
@@ -58,16 +57,13 @@ def check_links(name: str, folder: Path, *, owner: str = "") -> None:
         owner: the class or function whose argument it is.
 
     Raises:
-        ValueError: if there is such a link, at any depth.
+        ValueError: if there is such a link.
     """
     top = os.path.realpath(folder)
-    for parent, folders, files in os.walk(folder):
-        for entry in (*folders, *files):
-            path = Path(parent, entry)
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
-                rule = "must be a folder without links that lead out of it"
-                raise InvalidValue(rule, owner, name, got=f"{path}, which leads to {os.readlink(path)}")
-        folders[:] = [entry for entry in folders if entry != WRITTEN_BY_WANDB]
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
+            rule = "must be a folder without links that lead out of it"
+            raise InvalidValue(rule, owner, name, got=f"{path}, which leads to {os.readlink(path)}")
 
 
 def find_file(root: Path, *candidates: str, root_name: str = "root", argument: str = "") -> Path:

@@ -73,6 +73,7 @@ FORMATS = (
 )
 # Tags of TIFF files, on which the photographs of cameras in their own formats are built.
 SUBFILE_TYPE, SUB_FILES, DNG_VERSION = 254, 330, 50706
+SMALLER = (1, 3, 5, 7)  # values of `SUBFILE_TYPE` for a smaller copy of another image in the file
 WHITE_IS_ZERO, RGB, CMYK = 0, 2, 5  # values of `PHOTOMETRIC_INTERPRETATION`
 SIGNED = 2  # value of `SAMPLEFORMAT`
 CANON = b"CR"  # bytes 8 and 9 of Canon's files, CR2
@@ -163,7 +164,7 @@ def open_image(file: Any) -> ImageFile.ImageFile:
     if isinstance(image, TiffImageFile):
         try:
             _check_tiff(image)
-        except ValueError:
+        except Exception:
             image.close()
             raise
     return image
@@ -177,7 +178,7 @@ def _check_tiff(image: TiffImageFile) -> None:
     file.seek(8)
     is_of_canon = file.read(2) == CANON
     file.seek(position)
-    if DNG_VERSION in tags or (SUB_FILES in tags and tags.get(SUBFILE_TYPE, 0) & 1) or is_of_canon:
+    if DNG_VERSION in tags or (SUB_FILES in tags and tags.get(SUBFILE_TYPE) in SMALLER) or is_of_canon:
         raise ValueError("it is a raw photograph, of which Pillow reads a thumbnail; convert it to JPEG or TIFF")
     bits, colours = tags.get(BITSPERSAMPLE, (1,)), tags.get(PHOTOMETRIC_INTERPRETATION)
     is_planar = len(bits) > 1 and tags.get(PLANAR_CONFIGURATION) == 2
@@ -187,7 +188,7 @@ def _check_tiff(image: TiffImageFile) -> None:
         or (max(bits) <= 16 and SIGNED in tags.get(SAMPLEFORMAT, ()))
         or 12 in bits
     ):
-        raise ValueError("it is a TIFF file of a kind that Pillow reads wrongly; save it as PNG")
+        raise ValueError("it is a TIFF file whose pixels would be read wrongly; save it as PNG")
 
 
 def image_formats() -> list[str]:

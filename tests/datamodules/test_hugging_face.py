@@ -210,6 +210,25 @@ def requests():
     server.server_close()
 
 
+def test_the_readme_of_a_folder_says_which_files_are_of_which_split(tmp_path):
+    """As in a clone of a data set on the hub with two configurations."""
+    configs = []
+    for number, name in enumerate(("en", "fr")):
+        (tmp_path / name).mkdir()
+        files = []
+        for part, split in enumerate(("train", "test")):
+            first = 20 * number + 10 * part
+            rows([*"abcd"[2 * part :][:2]], first=first).to_parquet(tmp_path / name / f"{part}.parquet")
+            files.append(f"  - split: {split}\n    path: {name}/{part}.parquet")
+        configs.append(f"- config_name: {name}\n  data_files:\n" + "\n".join(files))
+    (tmp_path / "README.md").write_text("---\nconfigs:\n" + "\n".join(configs) + "\n---\n")
+    data = HuggingFaceImages(tmp_path, config="fr", **PLAIN)
+    assert (reds(data.train_set), reds(data.test_set)) == ([20, 21], [30, 31])
+    for config in (None, "de"):
+        with pytest.raises(ValueError, match="en, fr"):
+            _ = HuggingFaceImages(tmp_path, config=config).splits
+
+
 @pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
 def test_a_data_set_of_a_stranger_connects_to_nothing_and_reads_nothing_outside(kind, tmp_path, requests):
     """Neither a second column of images, nor the settings of a README.md, nor the names of files lead elsewhere."""
@@ -233,8 +252,15 @@ def test_a_data_set_of_a_stranger_connects_to_nothing_and_reads_nothing_outside(
         (folder / "README.md").write_text(files)
         del requests[1:]
         data = HuggingFaceImages(folder, image_column="image", split_names={"test": "train"}, **PLAIN)
-        assert reds(data.test_set) == [0, 1, 2, 3]
+        if kind == "parquet":
+            with pytest.raises(ValueError, match=r"README"):
+                _ = data.splits
+        else:
+            assert reds(data.test_set) == [0, 1, 2, 3]
         assert len(requests) == 1
+    (folder / "README.md").unlink()
+    assert reds(HuggingFaceImages(folder, image_column="image", split_names={"test": "train"}, **PLAIN).test_set)
+    assert len(requests) == 1
     if kind == "save_to_disk":
         state = (folder / "state.json").read_text()
         (folder / "state.json").write_text(state.replace('"data-', '"../elsewhere/data-'))

@@ -21,7 +21,6 @@ from lightning_retrieval.datamodules.image_index import (
     check_no_roles,
     class_numbers,
     folders_of_splits,
-    use_of,
 )
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
@@ -275,8 +274,10 @@ def _of_folder(listed: ListedImages) -> LabelledImages:
     tops = {folder.parts[0] for folder in folders if folder.parts}
     check_no_roles(listed.root, tops, "images")
     splits = None
-    if folders_of_splits(tops, "images"):
-        splits = [use_of(path.partition("/")[0]) for path in listed.paths]
+    split_of_folder = {folder: split for split, folder in folders_of_splits(tops, "images").items()}
+    if split_of_folder:
+        tops_of_images = [path.partition("/")[0] for path in listed.paths]
+        splits = [split_of_folder.get(top, top) for top in tops_of_images]
         folders = [PurePosixPath(*folder.parts[1:]) for folder in folders]
     labels, names = class_numbers(list(map(str, folders)))
     outside = np.flatnonzero(np.array(names)[labels] == ".")
