@@ -251,8 +251,8 @@ class PageAnswers:
         return [{"file": hit.path, "score": hit.similarity, "metadata": dict(hit.metadata)} for hit in results[0].hits]
 
     def of_text(self, text: str | None) -> tuple[Any, ...]:
-        """The answer for a text, of which the first `LONGEST_TEXT` characters count."""
-        words = (text or "").strip()[:LONGEST_TEXT]
+        """The answer for a text."""
+        words = (text or "").strip()
         if not words:
             return self._only_text(NO_TEXT)
         results, _ = self.searcher.search([], self._request, texts=[words])

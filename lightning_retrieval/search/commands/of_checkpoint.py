@@ -120,4 +120,4 @@ def _check_channels(model: str, preparation: Preparation, channels: int) -> None
     shown = shown_transform(serialise_transform(preparation))
     rule = f"must give images with the number of channels that {model} takes, {channels}"
     got = f"{shown}, which gives {preparation.channels}"
-    raise InvalidValue(rule, argument="transform", got=got, cure=CURES.get(channels))
+    raise InvalidValue(rule, argument="transform", got=got, cure=CURES.get(channels, ""))

@@ -363,7 +363,7 @@ TABLE = {
     ],
     "adapt_head": [
         (adapt_with(Undefined(first=0)), InvalidValue, "loss"),
-        (adapt_with(Undefined(first=1)), InvalidValue, "lr"),
+        (adapt_with(Undefined(first=1)), InvalidValue, "loss"),
     ],
     "search_images": [
         (search_with(show="price"), InvalidType, "show"),
