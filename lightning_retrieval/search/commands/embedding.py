@@ -33,7 +33,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import TOO_MANY_FILES
+from lightning_retrieval.files import TOO_MANY_FILES, reason
 from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
@@ -397,18 +397,8 @@ class ReadableImages(Dataset[LoadedImage]):
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
             if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
                 raise  # whatever file is opened, so it says nothing about this image
-            return LoadedImage(position, None, _reason(error))
+            return LoadedImage(position, None, reason(error))
         return LoadedImage(position, self.images.transformed(image))
-
-
-def _reason(error: Exception) -> str:
-    """Why an image could not be read, as one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    if lines and lines[0]:
-        return lines[0]
-    return type(error).__name__
 
 
 @dataclass(frozen=True)
