@@ -178,7 +178,9 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     invitation = INVITATION.format(k=k)
     settings = {"title": "Image search", "analytics_enabled": False, "delete_cache": (PAUSE, KEPT)}
     with _page_of_files(gradio)(**settings) as page:
-        gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
+        # Without the folders above, which are no business of a visitor.
+        indexed = f"**{len(searcher.index):,} images** of the folder {_bold(images.name)} are indexed."
+        gradio.Markdown(f"# Image search\n{indexed}", elem_id="indexed")
         if searcher.takes_texts:
             invitation = INVITATION_TO_TYPE.format(invitation=invitation)
             words = gradio.Textbox(label="Words", max_length=LONGEST_TEXT, submit_btn=True, elem_id="words")
@@ -317,11 +319,6 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
         except ValueError:
             continue
     return [(picture, path) for path, picture in pictures.items()]
-
-
-def _indexed(index: EmbeddingStore, images: Path) -> str:
-    """What is indexed and how many, without the folders above, which are no business of a visitor."""
-    return f"**{len(index):,} images** of the folder {_bold(images.name)} are indexed."
 
 
 def _bold(name: str) -> str:

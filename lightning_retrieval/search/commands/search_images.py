@@ -271,10 +271,8 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
 
     Raises:
         ValueError: if no folder is given or recorded, for example for a data set without image files; if no command of
-            this user has embedded the images of the recorded folder, see `image_files`; if the index was not made by
-            `index_images` or `index_embeddings`.
+            this user has embedded the images of the recorded folder, see `image_files`.
     """
-    _check_index(index)
     if given is not None:
         return check_path("images", given, exists=True)
     if "images" not in index.about:
