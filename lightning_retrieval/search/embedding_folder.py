@@ -41,7 +41,8 @@ from lightning_retrieval.search.formats import EMBEDDINGS
 DTYPES = ("float32", "float16")
 FORMAT, MANIFEST, LOCK = EMBEDDINGS, EMBEDDINGS.name, "_lock"
 SHARD_SIZE = 10_000  # default number of rows of a shard
-SETTINGS = ("dim", "shard_size", "dtype", "precision")
+LISTS_DIFFER = "of another list of images"
+DIFFERENCES = {"images": LISTS_DIFFER, "images_sha256": LISTS_DIFFER, "model_sha256": "of another model"}
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # keys of the metadata of a file
 
 
@@ -82,19 +83,6 @@ def check_unicode(argument: str, texts: Iterable[str]) -> None:
         if not text.isascii() and text.encode(errors="ignore").decode() != text:
             cure = "rename the file or folder"
             raise InvalidValue("must be valid Unicode", argument=argument, got=repr(text), cure=cure)
-
-
-def _schema(dim: int, dtype: str) -> Any:
-    """The schema of a file, without metadata."""
-    import pyarrow
-
-    columns = {
-        "id": pyarrow.int64(),
-        "path": pyarrow.string(),
-        "label": pyarrow.string(),
-        "embedding": pyarrow.list_(pyarrow.from_numpy_dtype(dtype), dim),
-    }
-    return pyarrow.schema(columns)
 
 
 def _write_rows(rows: ShardRows, schema: Any, stream: DigestStream) -> None:
@@ -174,6 +162,15 @@ class EmbeddingManifest:
     precision: str = "32-true"
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def difference(self, wanted: "EmbeddingManifest") -> str:
+        """What these embeddings are that the wanted ones are not; "" if all fields but `about` are equal."""
+        for name, value in vars(self).items():
+            other = getattr(wanted, name)
+            is_unknown = name == "dim" and other == 0
+            if value != other and name != "about" and not is_unknown:
+                return DIFFERENCES.get(name, f"with {name}={value}, not {other}")
+        return ""
+
 
 def digest_of_list(fields: Iterable[Sequence[Any]]) -> str:
     """SHA-256 of a list of images.
@@ -238,7 +235,7 @@ class EmbeddingFolder:
             ValueError: if its manifest is damaged, or a shard is missing.
         """
         path = check_path("embeddings", path)
-        folder = cls(path, _read_manifest(path))
+        folder = cls(path, EmbeddingManifest(**FORMAT.read(path)))
         names = [folder._file(shard).name for shard in folder.missing()]
         if names:
             raise InvalidValue(
@@ -256,7 +253,11 @@ class EmbeddingFolder:
         """
         if not (self.path / MANIFEST).exists():
             return False
-        _check_same(self.path, _read_manifest(self.path), self.manifest)
+        difference = EmbeddingManifest(**FORMAT.read(self.path)).difference(self.manifest)
+        if difference:
+            rule = "must be a new folder or one that the same command began"
+            got = f"{self.path}, which holds embeddings {difference}"
+            raise InvalidValue(rule, argument="output", got=got, cure="give another path")
         return True
 
     def __len__(self) -> int:
@@ -306,11 +307,9 @@ class EmbeddingFolder:
         """The rows of a shard.
 
         Raises:
-            ValueError: if the file of the shard is missing or damaged, or was copied from another folder.
+            ValueError: if the file of the shard is damaged, or was copied from another folder.
         """
         file = self._file(shard)
-        if not file.exists():
-            raise InvalidValue(f"{file} is missing", cure="run the command that wrote it again, which continues")
         with self._named(file):
             state = _state(file)  # from before the file is read, so that a later change is noticed
             rows = _read_rows(file, self._schema())
@@ -346,8 +345,6 @@ class EmbeddingFolder:
             ValueError: if the file is damaged.
         """
         try:
-            if file.stat().st_size == 0:
-                raise ValueError("it is empty")
             yield
         except Exception as error:  # pyarrow raises errors of many types for damaged files
             if is_system_error(error):
@@ -402,7 +399,16 @@ class EmbeddingFolder:
         return f"{digest} {shard}"
 
     def _schema(self) -> Any:
-        return _schema(self.manifest.dim, self.manifest.dtype)
+        """The schema of a file, without metadata."""
+        import pyarrow
+
+        columns = {
+            "id": pyarrow.int64(),
+            "path": pyarrow.string(),
+            "label": pyarrow.string(),
+            "embedding": pyarrow.list_(pyarrow.from_numpy_dtype(self.manifest.dtype), self.manifest.dim),
+        }
+        return pyarrow.schema(columns)
 
     def _file(self, shard: int) -> Path:
         return self.path / f"part-{shard:05d}.parquet"
@@ -423,35 +429,6 @@ def check_output(path: Path) -> None:
             return
     rule = "must be a new folder, or one with embeddings to continue"
     raise InvalidValue(rule, argument="output", got=f"{path}, which is something else", cure="give another path")
-
-
-def _read_manifest(path: Path) -> EmbeddingManifest:
-    try:
-        return EmbeddingManifest(**FORMAT.read(path))
-    except TypeError:
-        rule = f"{path / MANIFEST} must be a manifest of embeddings that this release can read"
-        raise InvalidValue(rule, got="other entries", cure="give another folder") from None
-
-
-def _check_same(path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
-    """Raise if the manifest found in a folder is not the wanted one."""
-    what = None
-    if found.model_sha256 != wanted.model_sha256:
-        what = "of another model"
-    elif found.preparation != wanted.preparation:
-        what = f"of images that were prepared otherwise ({dict(found.preparation)}, not {dict(wanted.preparation)})"
-    elif (found.images, found.images_sha256) != (wanted.images, wanted.images_sha256):
-        what = f"of another list of images ({found.images} then, {wanted.images} now)"
-    else:
-        for name in SETTINGS:
-            before, now = getattr(found, name), getattr(wanted, name)
-            is_unknown = name == "dim" and now == 0
-            if before != now and not is_unknown:
-                what = f"with {name}={before}, not {now}"
-    if what is not None:
-        rule = "must be a new folder or one that the same command began"
-        got = f"{path}, which holds embeddings {what}"
-        raise InvalidValue(rule, argument="output", got=got, cure="give another path")
 
 
 class StoredEmbeddings(NamedTuple):

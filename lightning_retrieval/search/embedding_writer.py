@@ -40,7 +40,7 @@ OWNER = "EmbeddingWriter"
 
 
 class LoadedSet:
-    """A prediction set, whose batches `predict_step` embeds.
+    """A prediction set, whose batches `predict_step` embeds, with the folder of its embeddings.
 
     Args:
         dataset: any data set. An `ImageSet` has paths, and may skip unreadable images.
@@ -52,6 +52,7 @@ class LoadedSet:
         self.about = about
         self.index = _index_of(dataset)
         self._batches: Iterator[list[int]] = iter([])
+        self._collector: ShardCollector | None = None
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
         """Yield the path and the box of each image, or its position if the data set has no paths, and its label."""
@@ -71,11 +72,24 @@ class LoadedSet:
             return ""
         return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
-    def begin(self, batches: Iterable[list[int]]) -> None:
-        """Set the positions of the images of each batch whose embeddings will follow."""
+    def begin(self, shared: SharedFolder, batches: Iterable[list[int]]) -> None:
+        """Set the folder, whose lock is held, and the positions of the images of each batch that will follow."""
+        self.shared = shared
         self._batches = iter(batches)
 
-    def dim_of(self, outputs: Any) -> int:
+    def add(self, outputs: Any) -> None:
+        """Collect the rows of a batch."""
+        dim = self._dim_of(outputs)
+        if self._collector is None:
+            self._collector = ShardCollector(self.shared.begin(dim), self.shared.image_files)
+        self._collect(outputs, self._collector)
+
+    def finish(self) -> None:
+        """Write the last file."""
+        if self._collector is not None:
+            self._collector.finish()
+
+    def _dim_of(self, outputs: Any) -> int:
         """The dimension of the embeddings; raises if the outputs of `predict_step` are invalid."""
         if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
             rule = "must return a dict with the tensor `embeddings`, as that of RetrievalModule does"
@@ -91,7 +105,7 @@ class LoadedSet:
         dim: int = embeddings.shape[1]
         return dim
 
-    def collect(self, outputs: Any, collector: ShardCollector) -> None:
+    def _collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch to the collector, with the paths and labels from the data set."""
         positions = next(self._batches)
         embeddings = kept_rows(outputs["embeddings"].float()).cpu().numpy()
@@ -305,8 +319,8 @@ class EmbeddingWriter(Callback):
         """Number of files that the last prediction wrote, in all processes."""
         self.renewed = 0
         """Number of these files that already existed, and were written again because images had changed."""
-        self._begun: list[_BegunSet] = []
-        self._current: _BegunSet | None = None
+        self._begun: list[LoadedSet] = []
+        self._current: LoadedSet | None = None
         self._source: Any = None  # Lightning's source of the prediction loaders, until the prediction has ended
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -390,9 +404,9 @@ class EmbeddingWriter(Callback):
         shared = share_folder(
             self._folder(trainer) / name, lambda: self._manifest(trainer, images, count), images.image_files
         )
-        self._begun.append(_BegunSet(shared, images))
         batches = RangeBatches(list(shared.ranges), loader.batch_size)
-        images.begin(batches)
+        images.begin(shared, batches)
+        self._begun.append(images)
         return ShardLoader(loader, batches, has_length=shared.every_rank_has_images)
 
     def _number_of_images(self, loader: Any, limit: float) -> int:
@@ -464,30 +478,3 @@ class _SharedLoaders:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
-
-
-@dataclass
-class _BegunSet:
-    """A prediction set with the folder of its embeddings.
-
-    Args:
-        shared: the folder, whose lock is held.
-        images: the data set.
-    """
-
-    shared: SharedFolder
-    images: LoadedSet
-    collector: ShardCollector | None = None
-
-    def add(self, outputs: Any) -> None:
-        """Collect the rows of a batch."""
-        dim = self.images.dim_of(outputs)
-        if self.collector is None:
-            shared = self.shared
-            self.collector = ShardCollector(shared.begin(dim), shared.image_files)
-        self.images.collect(outputs, self.collector)
-
-    def finish(self) -> None:
-        """Write the last file."""
-        if self.collector is not None:
-            self.collector.finish()

@@ -43,7 +43,8 @@ def embedded_picture(
     try:
         image = read()
     except Exception as error:  # Pillow's readers raise errors of many types for damaged files
-        return missing_picture(description), reason(error)
+        label = f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
+        return label, reason(error)
     stream = io.BytesIO()
     if max(image.size) <= SHARP_SIDE:
         kind, style = "png", " sharp"
@@ -57,42 +58,34 @@ def embedded_picture(
     return f'<span class="picture{style}"><img src="{source}" alt="{escape(description)}"></span>', ""
 
 
-def missing_picture(description: str) -> str:
-    """The HTML in the place of an image that cannot be read."""
-    return f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
-
-
 def page_target(argument: str, page: Path) -> Path:
-    """The file to write to, with symbolic links resolved; raises unless it is a regular or a new file.
+    """The file to write to, with symbolic links resolved; raises unless it is a regular or a new file in a folder.
 
     Args:
         argument: name of the argument, for error messages.
         page: the path that the user gave.
     """
     target = Path(os.path.realpath(page))
-    if page.is_dir() or not target.parent.is_dir():
-        raise InvalidValue("must be a file in an existing folder", argument=argument, got=page)
-    is_special = page.exists() and not page.is_file()
-    is_loop = target.is_symlink()
-    if is_special or is_loop:
-        got = f"{page}, which is a FIFO, a socket, a device or a link to itself"
-        raise InvalidValue("must be a regular file", argument=argument, got=got)
+    is_regular = target.is_file() or not os.path.lexists(target)
+    if not (is_regular and target.parent.is_dir()):
+        raise InvalidValue("must be a regular file in an existing folder", argument=argument, got=page)
     return target
 
 
-def check_page_target(argument: str, page: Path, command: str) -> None:
-    """Raise unless a page can be written to a file, and replaces nothing but an earlier page of this command.
+def check_page_target(argument: str, page: Path, command: str, mark: str = GENERATOR) -> None:
+    """Raise unless a file can be written, and replaces nothing but an earlier one of this command.
 
     Args:
         argument: name of the argument, for error messages.
         page: the path that the user gave.
         command: the command, which the template of its page names as the generator.
+        mark: text near the start of each file that the command writes there.
     """
     target = page_target(argument, page)
     if not target.is_file():
         return
     with target.open("rb") as file:
         start = file.read(START)
-    if start and GENERATOR.format(command).encode() not in start:
-        rule = f"must be a new file, or a page that `{command}` wrote"
+    if start and mark.format(command).encode() not in start:
+        rule = f"must be a new file, or one that `{command}` wrote"
         raise InvalidValue(rule, argument=argument, got=f"{page}, which is another file", cure="give another path")

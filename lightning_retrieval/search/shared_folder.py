@@ -85,7 +85,7 @@ class ShardCollector:
             list(chain.from_iterable(batch.paths for batch in self._batches)),
             list(chain.from_iterable(batch.labels for batch in self._batches)),
             list(chain.from_iterable(batch.unreadable for batch in self._batches)),
-            image_files=self._image_files.get(self._shard, ""),
+            image_files=self._image_files[self._shard],
         )
         self.folder.write(self._shard, rows)
         self._batches = []
@@ -99,7 +99,7 @@ class SharedFolder:
         folder: the folder. `dim` in its manifest may be 0 if the dimension of an embedding is not known yet.
         missing: numbers of all shards to write, because they are missing or have changed; the same on all ranks.
         changed: numbers of the shards to write again, because their image files have changed.
-        image_files: for each shard of this process, the digest of its image files, if known.
+        image_files: for each shard of this process, the digest of its image files.
     """
 
     folder: EmbeddingFolder
@@ -134,7 +134,7 @@ class SharedFolder:
 
 
 def share_folder(
-    path: Path, describe: Callable[[], EmbeddingManifest], image_files: Callable[[range], str] | None = None
+    path: Path, describe: Callable[[], EmbeddingManifest], image_files: Callable[[range], str]
 ) -> SharedFolder:
     """Distribute the missing shards over all processes. Each process must call this function; if one raises, all raise.
 
@@ -142,7 +142,7 @@ def share_folder(
         path: path of the folder, on a file system that all processes share.
         describe: returns the manifest of the embeddings; `dim` of the manifest may be 0 if it is not known yet.
         image_files: maps a range of positions to the digest of their image files, see `digest_of_files`. Shards that
-            were written with another digest are written again. If None, image files are not compared.
+            were written with another digest are written again.
 
     Raises:
         ValueError: if processes have different images or models, the folder has another manifest or a damaged file,
@@ -155,9 +155,8 @@ def share_folder(
     with ExitStack() as stack:
         missing, changed, token = together(lambda: _begin(folder, image_files, stack))[0]
         together(lambda: _join(folder, token, stack))
-        digests = {}
-        if image_files is not None:  # computed before images are read, so that later changes are noticed
-            digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
+        # Computed before images are read, so that later changes are noticed.
+        digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
         return SharedFolder(folder, missing, changed, digests, stack.pop_all())
 
 
@@ -168,21 +167,15 @@ def _of_this_process(missing: list[int]) -> list[int]:
 
 def _check_agreement(manifests: list[EmbeddingManifest]) -> None:
     """Raise if the manifest of a process differs from that of rank 0, except in `about`: paths may differ."""
-    expected = replace(manifests[0], about={})
     for number, manifest in enumerate(manifests):
-        if replace(manifest, about={}) == expected:
-            continue
-        what = "prepares images in another way"
-        if manifest.images_sha256 != expected.images_sha256:
-            what = f"has another list of images ({expected.images} on rank 0, {manifest.images} on rank {number})"
-        elif manifest.model_sha256 != expected.model_sha256:
-            what = "has another model"
-        rule = f"all processes must embed the same images with the same model and settings, but rank {number} {what}"
-        raise InvalidValue(rule, cure="give each the same files")
+        difference = manifest.difference(manifests[0])
+        if difference:
+            rule = f"all processes must make the same embeddings, but those of rank {number} are {difference}"
+            raise InvalidValue(rule, cure="give each the same files")
 
 
 def _begin(
-    folder: EmbeddingFolder, image_files: Callable[[range], str] | None, stack: ExitStack
+    folder: EmbeddingFolder, image_files: Callable[[range], str], stack: ExitStack
 ) -> tuple[list[int], list[int], str]:
     """On rank 0: lock the folder. Returns the shards to write, the changed shards, and the name of a new file."""
     if rank() > 0:
@@ -197,9 +190,7 @@ def _begin(
         token.touch()
     stack.callback(delete, token)
     share()
-    changed = []
-    if image_files is not None:
-        changed = folder.changed(image_files)
+    changed = folder.changed(image_files)
     return sorted([*folder.missing(), *changed]), changed, token.name
 
 

@@ -279,13 +279,9 @@ def _fit(
 
 def _check_loss(value: Tensor, steps: int) -> None:
     """Raise unless the value of the loss after a number of steps is finite."""
-    if bool(value.isfinite()):
-        return
-    if steps == 0:
-        rule = "must be finite at the start"
-        raise InvalidValue(rule, argument="loss", got=value.item(), cure="give other `loss_args`")
-    rule = "must give a finite loss"
-    raise InvalidValue(rule, argument="lr", got=f"{value.item()} after {steps} steps", cure="lower it")
+    if not value.isfinite():
+        got = f"{value.item()} after {steps} steps"
+        raise InvalidValue("must be finite", argument="loss", got=got, cure="give other `loss_args`, or a lower `lr`")
 
 
 def _value(

@@ -180,7 +180,9 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     invitation = INVITATION.format(k=k)
     settings = {"title": "Image search", "analytics_enabled": False, "delete_cache": (PAUSE, KEPT)}
     with _page_of_files(gradio)(**settings) as page:
-        gradio.Markdown(f"# Image search\n{_indexed(searcher.index, images)}", elem_id="indexed")
+        # Without the folders above, which are no business of a visitor.
+        indexed = f"**{len(searcher.index):,} images** of the folder {_bold(images.name)} are indexed."
+        gradio.Markdown(f"# Image search\n{indexed}", elem_id="indexed")
         if searcher.takes_texts:
             invitation = INVITATION_TO_TYPE.format(invitation=invitation)
             words = gradio.Textbox(label="Words", max_length=LONGEST_TEXT, submit_btn=True, elem_id="words")
@@ -253,8 +255,8 @@ class PageAnswers:
         return [{"file": hit.path, "score": hit.similarity, "metadata": dict(hit.metadata)} for hit in results[0].hits]
 
     def of_text(self, text: str | None) -> tuple[Any, ...]:
-        """The answer for a text, of which the first `LONGEST_TEXT` characters count."""
-        words = (text or "").strip()[:LONGEST_TEXT]
+        """The answer for a text."""
+        words = (text or "").strip()
         if not words:
             return self._only_text(NO_TEXT)
         results, _ = self.searcher.search([], self._request, texts=[words])
@@ -319,11 +321,6 @@ def random_pictures(index: EmbeddingStore, images: Path, count: int) -> list[tup
         except ValueError:
             continue
     return [(picture, path) for path, picture in pictures.items()]
-
-
-def _indexed(index: EmbeddingStore, images: Path) -> str:
-    """What is indexed and how many, without the folders above, which are no business of a visitor."""
-    return f"**{len(index):,} images** of the folder {_bold(images.name)} are indexed."
 
 
 def _bold(name: str) -> str:

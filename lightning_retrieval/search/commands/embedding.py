@@ -24,7 +24,6 @@ from lightning_retrieval.checkpoints import (
     find_checkpoint,
     find_damage,
     is_checkpoint,
-    is_of_another_program,
     read_checkpoint,
 )
 from lightning_retrieval.checks import check_integer, first_line
@@ -34,7 +33,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.table_file import COMMON_FORMAT, read_table
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.files import TOO_MANY_FILES
+from lightning_retrieval.files import TOO_MANY_FILES, reason
 from lightning_retrieval.first_checks import folder_of_images
 from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.models.features import image_channels
@@ -267,9 +266,7 @@ def _recorded_backbone(about: Mapping[str, Any], given: Any, *, made: str) -> Lo
     if given is None:
         network = rebuild_backbone(record, made=made)
     else:
-        if isinstance(record, Mapping):
-            given = given.prepared_as(record.get("preparation"))
-        network = load_backbone(given)
+        network = load_backbone(given.prepared_as((record or {}).get("preparation")))
     loaded = LoadedModel.of_backbone(network)
     if not is_same_network(about, loaded.about):
         raise _another_model(BACKBONE, shown_backbone(loaded.about[BACKBONE]), made)
@@ -321,17 +318,12 @@ def load_checkpoint(checkpoint: Path) -> Any:
     damage = find_damage(checkpoint)
     if damage is not None:
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint}, which is damaged: {damage}")
-    saved: Any = None
     try:
         saved = read_checkpoint(checkpoint)
         network: Any = restored_network(saved)
         if network is None:
             network = _restored_module(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many types
-        if saved is not None and is_of_another_program(saved):
-            got = f"{checkpoint}, which another program wrote"
-            cure = "give its weights with `backbone` and `weights`"
-            raise InvalidValue(rule, argument="checkpoint", got=got, cure=cure) from None
         raise InvalidValue(rule, argument="checkpoint", got=f"{checkpoint} ({first_line(error)})") from None
     network.steps_of_training = int(saved.get("global_step") or 0)
     return network
@@ -405,18 +397,8 @@ class ReadableImages(Dataset[LoadedImage]):
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
             if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
                 raise  # whatever file is opened, so it says nothing about this image
-            return LoadedImage(position, None, _reason(error))
+            return LoadedImage(position, None, reason(error))
         return LoadedImage(position, self.images.transformed(image))
-
-
-def _reason(error: Exception) -> str:
-    """Why an image could not be read, as one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    if lines and lines[0]:
-        return lines[0]
-    return type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -466,7 +448,6 @@ class ImageEmbedder:
             ValueError: if an argument is invalid, or the transform does not fit the model.
         """
         check_integer("batch_size", batch_size, least=1)
-        check_integer("num_workers", num_workers, least=0)
         if not isinstance(model, LoadedModel):
             model = load_model(model)
         module = model.module
@@ -601,11 +582,7 @@ class ImageEmbedder:
         embeddings = None
         if images:
             embeddings = self._embed_batch(self._stack(images))
-            is_finite = torch.isfinite(embeddings).all(1)
-            if not is_finite.all():
-                first = positions[int(is_finite.int().argmin())]
-                rule = f"embeddings must be finite, but the model gives NaN or inf for {printable(listed.name(first))}"
-                raise InvalidValue(rule, cure="look at its training")
+            _check_finite(embeddings, [listed.name(position) for position in positions])
         return EmbeddedBatch(positions, embeddings, unreadable)
 
     @property
@@ -630,17 +607,11 @@ class ImageEmbedder:
             tokens = tokenizer(texts[begin : begin + self.batch_size]).to(self.device)
             rows.append(self.module.embed_queries(tokens).float().cpu())
         embeddings = torch.cat(rows)
-        if not torch.isfinite(embeddings).all():
-            rule = "embeddings must be finite, but the model gives NaN or inf for texts"
-            raise InvalidValue(rule, cure="look at its training")
+        _check_finite(embeddings, texts)
         return embeddings
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
-        if side_of_module(self.module, self.side).tokenizer is not None:
-            rule = f"must be one whose network of {self.side} embeds images"
-            got = f"{self.about['checkpoint']}, which embeds texts"
-            raise InvalidValue(rule, argument="checkpoint", got=got, cure="train with texts as queries")
         try:
             images = images.to(self.device)
             if self.normalizes and isinstance(self.transform, Preparation):
@@ -660,6 +631,15 @@ class ImageEmbedder:
                 cure="if it is made for other images, give another `transform`",
             ) from error
         return embeddings
+
+
+def _check_finite(embeddings: Float[Tensor, "rows dim"], names: Sequence[str]) -> None:
+    """Raise if a model gives NaN or inf for one of these images or texts."""
+    is_finite = embeddings.isfinite().all(1)
+    if not is_finite.all():
+        first = printable(names[int(is_finite.int().argmin())])
+        rule = f"embeddings must be finite, but the model gives NaN or inf for {first}"
+        raise InvalidValue(rule, cure="look at its training")
 
 
 def default_device() -> str:

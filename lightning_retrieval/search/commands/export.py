@@ -195,7 +195,7 @@ def _check_not_of_others(output: Path) -> None:
 
 
 def _preparation(embedder: ImageEmbedder) -> Preparation:
-    """The preparation of a model; raises unless it produces images of one size, for a single network."""
+    """The preparation of a model with a single network, which a program can include."""
     if embedder.module.query_embedder is not None:
         got = f"{shown_model(embedder.about)}, which has a `query_embedder`"
         cure = "export the checkpoint of the candidates, and serve queries with `embed_queries`"
@@ -205,9 +205,6 @@ def _preparation(embedder: ImageEmbedder) -> Preparation:
         rule = "the model must have been evaluated with a Preparation, which a program can include"
         got = "another transform"
         raise InvalidValue(rule, got=got, cure="evaluate it with `image_size`, `mean` and `std` instead")
-    if preparation.image_size is None:
-        rule = "the model must be one of images of one size"
-        raise InvalidValue(rule, got="one that keeps the size of each image", cure="evaluate it with an `image_size`")
     return preparation
 
 

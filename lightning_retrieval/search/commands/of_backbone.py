@@ -5,10 +5,9 @@ Its embeddings are the pooled features of the backbone. The record is data, as a
 file of tensors. Weights that are not on this machine are downloaded only if the user names them.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_retrieval.checks import first_line, short_repr
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.first_checks import is_local_file
 from lightning_retrieval.invalid import InvalidValue, reported_as
 from lightning_retrieval.models.embedder import Embedder
@@ -38,9 +37,7 @@ def load_backbone(given: PretrainedBackbone) -> RetrievalNetwork:
         if folder.is_dir():
             name = f"{FOLDER_PREFIX}{folder.absolute().as_posix()}"
     with reported_as():
-        embedder = Embedder(
-            name, None, weights=weights, image_size=given.image_size, preparation=given.settings_of_preparation
-        )
+        embedder = Embedder(name, None, weights=weights, image_size=given.image_size, preparation=given.preparation)
     return _network(embedder)
 
 
@@ -63,7 +60,8 @@ def rebuild_backbone(record: Any, *, made: str) -> RetrievalNetwork:
     """
     try:
         with without_downloads():
-            return _network(_described(record))
+            description = {"class_path": class_path(Embedder), "init_args": dict(record)}
+            return _network(rebuild("backbone", description, Embedder))
     except ModuleNotFoundError:
         raise
     except Exception as error:  # constructors raise errors of many types for arguments of a file
@@ -74,21 +72,9 @@ def rebuild_backbone(record: Any, *, made: str) -> RetrievalNetwork:
 
 def shown_backbone(record: Any) -> str:
     """The network that embeddings record, for messages."""
-    if not isinstance(record, Mapping):
-        return short_repr(record)
-    shown = f"{short_repr(record.get('backbone'))} with the weights {short_repr(record.get('weights'))}"
-    preparation = record.get("preparation")
-    if isinstance(preparation, Mapping):
-        shown += f" for images of the size {short_repr(preparation.get('image_size'))}"
-    return shown
-
-
-def _described(record: Any) -> Embedder:
-    """The embedder that a record describes; raises unless it is one of pooled features with pretrained weights."""
-    if not isinstance(record, Mapping) or not isinstance(record.get("weights"), str):
-        raise InvalidValue("must record a backbone with its weights", got=short_repr(record))
-    description = {"class_path": class_path(Embedder), "init_args": dict(record)}
-    return rebuild("backbone", description, Embedder)
+    preparation = record.get("preparation") or {}
+    image_size = preparation.get("image_size", "of the weights")
+    return f"{record.get('backbone')!r} with the weights {record.get('weights')!r} and the image size {image_size}"
 
 
 def _network(embedder: Embedder) -> RetrievalNetwork:

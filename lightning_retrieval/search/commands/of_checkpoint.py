@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from PIL import Image
-from torch import Tensor
 
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.distributed import rank
@@ -30,6 +28,7 @@ SOURCES = {
     "default": ", the default (not known to be that of its evaluation)",
 }
 GUESSES = {"model": "which its embedder wants", "default": "the default"}  # by sources that may be wrong
+CURES = {1: "take 'glyphs'", 3: "take 'plain'"}  # by the number of channels of the model's images
 DEFAULT_NAMES = {1: "glyphs"}  # name of the preparation by number of channels; "plain" for other numbers
 
 
@@ -107,28 +106,18 @@ def print_guess(about: Mapping[str, Any], *, made: str = "") -> None:
 
 
 def _check_function(name: str, function: Transform) -> None:
-    """Raise unless a function maps an image to a tensor."""
-    invalid = partial(InvalidValue, "must name a function from a PIL image to a tensor", argument="transform")
-    if isinstance(function, type):
-        raise invalid(got=f"{name!r}, which is a class", cure="name a function, or an object of the class")
+    """Raise unless a function accepts an image; its tensors are checked where they become a batch."""
     try:
-        made = function(Image.new("RGB", PROBED_SIZE))
-    except Exception as error:  # an error of the user's code
-        pixels = f"{PROBED_SIZE[0]} x {PROBED_SIZE[1]} pixels ({first_line(error)})"
-        raise invalid(got=f"{name!r}, which raises {type(error).__name__} for a black image of {pixels}") from error
-    if not isinstance(made, Tensor):
-        cure = "end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)"
-        raise invalid(got=f"{name!r}, which returns {type(made).__name__}", cure=cure)
+        function(Image.new("RGB", PROBED_SIZE))
+    except Exception as error:  # an error of the user's code, or of a class that is named in place of an object
+        got = f"{name!r}, which raises {type(error).__name__} for a black image ({first_line(error)})"
+        raise InvalidValue("must name a function of a PIL image", argument="transform", got=got) from error
 
 
 def _check_channels(model: str, preparation: Preparation, channels: int) -> None:
     if preparation.channels == channels:
         return
-    if channels not in (1, 3):
-        rule = "the model must take images with 1 or 3 channels, like image files"
-        got = f"{model}, which takes {channels} channels"
-        raise InvalidValue(rule, got=got, cure="embed the images yourself and add them to a RetrievalIndex")
     shown = shown_transform(serialise_transform(preparation))
     rule = f"must give images with the number of channels that {model} takes, {channels}"
     got = f"{shown}, which gives {preparation.channels}"
-    raise InvalidValue(rule, argument="transform", got=got, cure=f"take {DEFAULT_NAMES.get(channels, 'plain')!r}")
+    raise InvalidValue(rule, argument="transform", got=got, cure=CURES.get(channels, ""))

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from lightning_retrieval.command_line import printable
-from lightning_retrieval.files import new_file, not_written
+from lightning_retrieval.files import new_file, writing
 from lightning_retrieval.preparation.decoding import read_image
 from lightning_retrieval.search.commands.embedding import UnreadableImage
 from lightning_retrieval.search.commands.search_images import Hit, QueryResult
@@ -36,11 +36,8 @@ def write_page(page: Path, results: Sequence[QueryResult], images: Path, searche
     """
     most = max(len(result.hits) for result in results)
     source, missing = result_page(results, images, f"{most} nearest {printable(searched)}")
-    try:
-        with new_file(page_target("html", page)) as file:
-            file.write(source.encode())
-    except OSError as error:
-        raise not_written(f"`html` {page}", error) from None
+    with writing(page), new_file(page_target("html", page)) as file:
+        file.write(source.encode())
     if missing:
         hits = sum(len(result.hits) for result in results)
         print(

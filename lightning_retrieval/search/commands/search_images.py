@@ -116,13 +116,7 @@ def search_images(
     texts: Sequence[str] = (),
     where: str | None = None,
     group_by: str | None = None,
-    threshold: float | None = None,
-    show: Sequence[str] | None = None,
-    checkpoint: Path | PretrainedBackbone | None = None,
-    transform: str | None = None,
-    batch_size: int = 32,
-    num_workers: int = 0,
-    device: str | None = None,
+    **settings: Any,
 ) -> tuple[list[QueryResult], list[UnreadableImage]]:
     """Find the images nearest to each query.
 
@@ -134,16 +128,7 @@ def search_images(
         texts: texts to search for, after the images, if the network of queries embeds texts.
         where: condition on the columns of the index that all hits must meet, see `RetrievalIndex.search`.
         group_by: column of the index. Of the images with the same value, only the nearest one is a hit.
-        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
-            index was chosen for its own network, so it does not apply to queries that another network embeds.
-        show: names of the columns of the index that the metadata of each hit hold; if None, all.
-        checkpoint: file of the model, whose network of candidates must be that of the index, or a pretrained backbone;
-            if None, the model that the index was made with. Weights of a backbone are downloaded only if it is given.
-        transform: dotted name of the function, if a function prepared the images of the index. The function is
-            imported.
-        batch_size: number of images embedded at a time.
-        num_workers: number of processes that read images.
-        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+        **settings: as for `ImageSearcher`.
 
     Returns:
         The results of the readable queries and of the texts, and the unreadable queries.
@@ -154,13 +139,10 @@ def search_images(
             `where`, `group_by` or `show` does not fit the columns of the index, `threshold` is not finite, no query
             can be read, or texts are given and the network of queries does not embed texts.
     """
-    settings: dict[str, Any] = {"show": show, "checkpoint": checkpoint, "transform": transform, "device": device}
-    _check_index(index)
     if k is None:
         k = max(1, min(DEFAULT_K, len(index)))
     request = index.request(k, where, group_by)  # raises before the model is loaded
-    searcher = ImageSearcher(index, threshold=threshold, batch_size=batch_size, num_workers=num_workers, **settings)
-    return searcher.search(queries, request, texts=texts)
+    return ImageSearcher(index, **settings).search(queries, request, texts=texts)
 
 
 class ImageSearcher:
@@ -168,13 +150,16 @@ class ImageSearcher:
 
     Args:
         index: an index made by `index_images`.
-        threshold: as for `search_images`.
-        show: as for `search_images`.
-        checkpoint: as for `search_images`.
-        transform: as for `search_images`.
-        batch_size: as for `search_images`.
-        num_workers: as for `search_images`.
-        device: as for `search_images`.
+        threshold: lowest similarity of a hit; if None, the threshold of the index, if it has one. The threshold of the
+            index was chosen for its own network, so it does not apply to queries that another network embeds.
+        show: names of the columns of the index that the metadata of each hit hold; if None, all.
+        checkpoint: file of the model, whose network of candidates must be that of the index, or a pretrained backbone;
+            if None, the model that the index was made with. Weights of a backbone are downloaded only if it is given.
+        transform: dotted name of the function, if a function prepared the images of the index. The function is
+            imported.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
     """
 
     @owned_by(OWNER)
@@ -286,10 +271,8 @@ def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
 
     Raises:
         ValueError: if no folder is given or recorded, for example for a data set without image files; if no command of
-            this user has embedded the images of the recorded folder, see `image_files`; if the index was not made by
-            `index_images` or `index_embeddings`.
+            this user has embedded the images of the recorded folder, see `image_files`.
     """
-    _check_index(index)
     if given is not None:
         return check_path("images", given, exists=True)
     if "images" not in index.about:
@@ -315,11 +298,5 @@ def _threshold_of(index: EmbeddingStore, given: float | None) -> float | None:
     """The lowest similarity of a hit: the given number, else the threshold of the index; None for no threshold."""
     if given is not None:
         return check_finite_number("threshold", given)
-    recorded = index.about.get(THRESHOLD)
-    if recorded is None:
-        return None
-    try:
-        return check_finite_number("threshold", recorded["value"])
-    except (LookupError, TypeError, ValueError):
-        rule = "must be given, because the index must record a number as its threshold"
-        raise InvalidValue(rule, argument="threshold", got=short_repr(recorded)) from None
+    recorded: float | None = index.about.get(THRESHOLD, {}).get("value")
+    return recorded

@@ -1,6 +1,6 @@
 """Options that several commands share; no torch is imported."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,13 @@ class PretrainedBackbone:
     backbone: str
     weights: str
     image_size: int | None = None
-    preparation: Mapping[str, Any] | None = None
+    preparation: dict[str, Any] | None = None
 
-    def prepared_as(self, recorded: Any) -> "PretrainedBackbone":
+    def prepared_as(self, recorded: dict[str, Any] | None) -> "PretrainedBackbone":
         """The same backbone for the recorded preparation of earlier images, unless settings are given here."""
-        if self.image_size is not None or self.preparation is not None or not isinstance(recorded, Mapping):
+        if self.image_size is not None or self.preparation is not None:
             return self
         return replace(self, preparation=recorded)
-
-    @property
-    def settings_of_preparation(self) -> dict[str, Any] | None:
-        """`preparation` as `Embedder` accepts it."""
-        if self.preparation is None:
-            return None
-        return dict(self.preparation)
 
 
 @dataclass(frozen=True)

@@ -75,22 +75,15 @@ class OnnxModel:
     """Runs an ONNX file. It has the method `embed`, like a `RetrievalModule`.
 
     Args:
-        path: path of the file.
-        threads: number of threads of onnxruntime; if None, as many as torch uses.
+        path: path of the file; onnxruntime uses as many threads as torch does.
     """
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         _, onnxruntime = load_onnx()
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """The plain values about the model in the file's metadata."""
-        found: dict[str, Any] = json.loads(self.session.get_modelmeta().custom_metadata_map[METADATA])
-        return found
 
     def embed(self, images: Tensor) -> Float[Tensor, "batch dim"]:
         """Embed a batch."""

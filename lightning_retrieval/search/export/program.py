@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_retrieval.arguments import checked
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.invalid import InvalidValue, owned_by
 from lightning_retrieval.preparation.preparation import Preparation
@@ -28,9 +27,6 @@ class EmbeddingProgram(nn.Module):
         input_type: `"uint8"` for pixels, as returned by `preparation.to_uint8`, or `"float"` for normalised images, as
             returned by `preparation`.
 
-    Raises:
-        ValueError: if `input_type` is unknown.
-
     Example:
         >>> import torch
         >>> from lightning_retrieval import Embedder
@@ -46,7 +42,7 @@ class EmbeddingProgram(nn.Module):
 
     def __init__(self, module: nn.Module, preparation: Preparation, input_type: InputType = "uint8") -> None:
         super().__init__()
-        self.input_type = checked(self, input_type=input_type)
+        self.input_type = input_type
         self.preparation = preparation
         self.module = module
         values = torch.tensor([preparation.mean, preparation.std])
@@ -73,7 +69,8 @@ class EmbeddingProgram(nn.Module):
         preparation = self.preparation
         size = preparation.image_size
         if size is None:
-            raise InvalidValue("the preparation must have an `image_size`", got="None", cure="give it one")
+            got, cure = "images that keep their sizes", "evaluate the model with an `image_size`"
+            raise InvalidValue("the images must have one size", got=got, cure=cure)
         if isinstance(size, int):
             size = (size, size)
         shape = (count, preparation.channels, *size)

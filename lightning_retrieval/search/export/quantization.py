@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_retrieval.search.export.onnx_file import INPUT, errors_only, load_onnx
 
-OWNER = "quantize_onnx"
 ATTENTION = "Softmax"  # the ONNX operation by which attention is recognised
 STATIC_OPERATIONS = ["Conv", "Gemm", "MatMul", "MaxPool", "Add"]
 

@@ -124,7 +124,7 @@ def reported_images(pl_module: pl.LightningModule, dataset: Any) -> ReportedImag
     """The names and pictures of the images of a data set, whose ids index the data set."""
     return ReportedImages(
         name_of=partial(_name_of, dataset),
-        class_of=partial(_class_of, _class_names(dataset)),
+        class_of=partial(_class_of, getattr(dataset, "class_names", None)),
         picture_of=partial(_picture_of, pl_module, dataset),
     )
 
@@ -148,11 +148,6 @@ def _name_of(dataset: Any, id_: int) -> str:
         if names is not None and 0 <= index < len(names):
             return str(names[index])
     return f"image {id_}"
-
-
-def _class_names(dataset: Any) -> Sequence[str] | None:
-    names: Sequence[str] | None = getattr(dataset, "class_names", None)
-    return names
 
 
 def _class_of(names: Sequence[str] | None, label: int) -> str:

@@ -118,24 +118,19 @@ class ReportPage:
         )
 
     def _suspects(self) -> str:
-        blocks = []
-        for suspect in self._found.suspects[:SHOWN_IMAGES]:
-            blocks.append(self._suspect(suspect))
+        blocks = map(self._suspect, self._found.suspects[:SHOWN_IMAGES])
         explained = "The nearest images of each of these images have one other label, and hardly any has its own."
         return self._shown(explained, len(self._found.suspects), blocks)
 
     def _suspect(self, suspect: Suspect) -> str:
-        tiles = [self._tile(suspect.id, "query", "")]
-        for near in suspect.near[:OF_SUSPECT]:
-            tiles.append(self._tile(near, "wrong", ""))
+        tiles = [self._tile(suspect.id, "query")]
+        tiles += [self._tile(near, "wrong") for near in suspect.near[:OF_SUSPECT]]
         label = f"labelled {self._label(suspect.label)} ({suspect.own_share:.0%} of the nearest images)"
         other = f"perhaps {self._label(suspect.other)} ({suspect.other_share:.0%})"
-        return f"<div><h3>{label}, {other}</h3><ul>{''.join(tiles)}</ul></div>"
+        return _block(f"{label}, {other}", tiles)
 
     def _duplicates(self) -> str:
-        blocks = []
-        for pair in self._found.duplicates[:SHOWN_IMAGES]:
-            blocks.append(self._pair_of_duplicates(pair))
+        blocks = map(self._pair_of_duplicates, self._found.duplicates[:SHOWN_IMAGES])
         explained = "These images of different classes or splits look the same to the model."
         return self._shown(explained, len(self._found.duplicates), blocks, "pairs")
 
@@ -145,44 +140,35 @@ class ReportPage:
             split = self._images.split(id_)
             if split:
                 split = f" ({split})"
-            tiles.append(self._tile(id_, "query", f"{self._images.label(self._found.label_of[id_])}{split}"))
-        return f"<div><h3>similarity <b>{pair.score:.4f}</b></h3><ul>{''.join(tiles)}</ul></div>"
+            tiles.append(self._tile(id_, "query", f"{self._name_of_class(id_)}{split}"))
+        return _block(f"similarity <b>{pair.score:.4f}</b>", tiles)
 
     def _confused(self) -> str:
-        blocks = []
-        for pair in self._found.confused[:SHOWN]:
-            blocks.append(self._pair_of_classes(pair))
+        blocks = map(self._pair_of_classes, self._found.confused[:SHOWN])
         explained = "Images of one class that are among the nearest of an image of the other, where its own should be."
         return self._shown(explained, len(self._found.confused), blocks)
 
     def _pair_of_classes(self, pair: ConfusedClasses) -> str:
         tiles = []
         for query, near in pair.examples:
-            for id_, style in ((query, "query"), (near, "wrong")):
-                tiles.append(self._tile(id_, style, self._images.label(self._found.label_of[id_])))
+            tiles.append(self._tile(query, "query", self._name_of_class(query)))
+            tiles.append(self._tile(near, "wrong", self._name_of_class(near)))
         names = f"{self._label(pair.first)} and {self._label(pair.second)}"
         numbers = f"{_count(pair.count, 'confusion')}, {pair.share:.1%} of the nearest images of both"
-        return f"<div><h3>{names}: {numbers}</h3><ul>{''.join(tiles)}</ul></div>"
+        return _block(f"{names}: {numbers}", tiles)
 
     def _classes(self) -> str:
-        blocks = []
-        for result in self._found.classes[:SHOWN]:
-            blocks.append(self._class(result))
+        blocks = map(self._class, self._found.classes[:SHOWN])
         return self._shown("The mean AP of the queries of a class, the lowest first.", len(self._found.classes), blocks)
 
     def _class(self, result: ClassResult) -> str:
-        tiles = []
-        for id_ in result.queries[:OF_CLASS]:
-            tiles.append(self._tile(id_, "query", ""))
+        tiles = [self._tile(id_, "query") for id_ in result.queries[:OF_CLASS]]
         number = _count(len(result.queries), "query", "queries")
-        head = f"<h3>{self._label(result.label)}: AP <b>{result.ap:.4f}</b>, {number}</h3>"
-        return f"<div>{head}<ul>{''.join(tiles)}</ul></div>"
+        return _block(f"{self._label(result.label)}: AP <b>{result.ap:.4f}</b>, {number}", tiles)
 
     def _queries(self) -> str:
         rows = self._found.worst_queries.tolist()
-        blocks = []
-        for row in rows[:SHOWN]:
-            blocks.append(self._query(row))
+        blocks = map(self._query, rows[:SHOWN])
         return self._shown("The queries with the lowest AP, and their nearest images.", len(rows), blocks, "rows")
 
     def _query(self, row: int) -> str:
@@ -199,7 +185,7 @@ class ReportPage:
             tiles.append(self._tile(id_, style, f"{rank}: {score:.3f} {self._images.label(of_near)}"))
         first = int(queries["first_hit"][row])
         numbers = f"AP <b>{float(queries['AP'][row]):.4f}</b>, first relevant image at rank {first:,}"
-        return f"<div><h3>{self._label(label)}: {numbers}</h3><ul>{''.join(tiles)}</ul></div>"
+        return _block(f"{self._label(label)}: {numbers}", tiles)
 
     def _without_positive(self) -> str:
         queries_of: dict[str, list[int]] = {}
@@ -212,13 +198,10 @@ class ReportPage:
         return self._shown(explained, len(self._found.without_positive), blocks, "rows")
 
     def _queries_of_reason(self, reason: str, ids: Sequence[int]) -> str:
-        tiles = []
-        for id_ in ids[:SHOWN_IMAGES]:
-            tiles.append(self._tile(id_, "query", self._images.label(self._found.label_of[id_])))
-        number = _count(len(ids), "query", "queries")
-        return f"<div><h3>{number}: {escape(reason)}</h3><ul>{''.join(tiles)}</ul></div>"
+        tiles = [self._tile(id_, "query", self._name_of_class(id_)) for id_ in ids[:SHOWN_IMAGES]]
+        return _block(f"{_count(len(ids), 'query', 'queries')}: {escape(reason)}", tiles)
 
-    def _shown(self, explained: str, count: int, blocks: Sequence[str], arrangement: str = "blocks") -> str:
+    def _shown(self, explained: str, count: int, blocks: Iterable[str], arrangement: str = "blocks") -> str:
         """The content of a section: an explanation, and the first of all findings, in columns or in rows."""
         if count == 0:
             return "<p>None.</p>"
@@ -228,7 +211,11 @@ class ReportPage:
     def _label(self, label: int) -> str:
         return f"<b>{escape(self._images.label(label))}</b>"
 
-    def _tile(self, id_: int, style: str, text: str) -> str:
+    def _name_of_class(self, id_: int) -> str:
+        """The name of the class of an image."""
+        return self._images.label(self._found.label_of[id_])
+
+    def _tile(self, id_: int, style: str, text: str = "") -> str:
         """An image with a text and its name. The text is escaped here."""
         words = ""
         if text:
@@ -241,6 +228,11 @@ class ReportPage:
         if problem:
             self.missing[id_] = problem
         return picture
+
+
+def _block(head: str, tiles: Iterable[str]) -> str:
+    """A finding: a heading in HTML, and its images."""
+    return f"<div><h3>{head}</h3><ul>{''.join(tiles)}</ul></div>"
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:

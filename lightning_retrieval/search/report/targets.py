@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_retrieval.invalid import InvalidValue
-from lightning_retrieval.search.html_page import check_page_target, page_target
+from lightning_retrieval.search.html_page import check_page_target
 
 SUFFIXES_OF_PAGES = (".html", ".htm")
 COLUMNS = (
@@ -26,27 +26,11 @@ def check_output(output: Path) -> None:
     Args:
         output: path of the page.
     """
+    header = ",".join(f'"{name}"' for name in COLUMNS)
     check_page_target("output", check_suffix(output), "report")
-    check_table_target("output", page_target("output", table_of(output)))
+    check_page_target("output", table_of(output), "report", header)
 
 
 def table_of(output: Path) -> Path:
     """The path of the table beside a page."""
     return output.with_suffix(".csv")
-
-
-def check_table_target(argument: str, table: Path) -> None:
-    """Raise if a file that is no table of a report would be replaced, such as a list of images.
-
-    Args:
-        argument: name of the argument, for error messages.
-        table: path of the table.
-    """
-    header = ",".join(f'"{name}"' for name in COLUMNS).encode()
-    if not table.is_file():
-        return
-    with table.open("rb") as file:
-        start = file.read(len(header))
-    if start != header:
-        rule = "must have another name, because the table of the report would replace a file"
-        raise InvalidValue(rule, argument=argument, got=f"{table}, which is not a table of a report")

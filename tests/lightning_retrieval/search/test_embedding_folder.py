@@ -210,7 +210,7 @@ SHARED = dataclasses.replace(MANIFEST, images=9, dim=0)
 
 
 def shared(path, **changed):
-    return share_folder(path, lambda: dataclasses.replace(SHARED, **changed))
+    return share_folder(path, lambda: dataclasses.replace(SHARED, **changed), lambda positions: "")
 
 
 def error_of(path, **changed):
@@ -239,19 +239,19 @@ def share_on_rank(rank, world_size, folder):
         return SHARED
 
     with pytest.raises(OSError, match=r"^me: the disk of the last rank is gone\.$"):
-        share_folder(folder / "e", fail_on_last_rank)
+        share_folder(folder / "e", fail_on_last_rank, lambda positions: "")
     after = shared(folder / "e")  # no lock is left
     after.close()
     return shards, after.missing, errors
 
 
 def test_processes_share_a_folder_and_its_errors(tmp_path, run_processes):
-    EmbeddingFolder.create(tmp_path / "e", dataclasses.replace(SHARED, dim=3))
-    (tmp_path / "e" / "part-00001.parquet").touch()
+    begun = EmbeddingFolder.create(tmp_path / "e", dataclasses.replace(SHARED, dim=3))
+    begun.write(1, rows_of(begun, 1))
     EmbeddingFolder.create(tmp_path / "other", dataclasses.replace(SHARED, dim=3, model_sha256="b"))
     results = run_processes(share_on_rank, 2, tmp_path)
     assert [shards for shards, _, _ in results] == [[0, 3], [2, 4]]
     assert [missing for _, missing, _ in results] == [[0, 2, 3, 4]] * 2
     assert results[0][2] == results[1][2]
-    named = ["another process", "list of images", "another model", "prepares", "which rank 1 does not see", "other"]
+    named = ["another process", "list of images", "another model", "preparation", "which rank 1 does not see", "other"]
     assert [word for word, error in zip(named, results[0][2], strict=True) if word not in error] == []

@@ -220,9 +220,6 @@ TABLE = {
         (lambda: EmbeddingWriter("e", shard_size=0), InvalidValue, "shard_size"),
         (lambda: EmbeddingWriter("e", dtype="int8"), InvalidValue, "dtype"),
     ],
-    "EmbeddingProgram": [
-        (lambda: EmbeddingProgram(nn.Identity(), GLYPHS, "int"), InvalidValue, "input_type"),
-    ],
     "export_program": [
         (export_what_depends_on_data, InvalidValue, ""),
         (

@@ -212,12 +212,6 @@ def adapt_with(loss, **settings):
     return lambda points_folder: adapt_head(points_folder(), Path("a.ckpt"), loss=loss, **settings)
 
 
-def search_threshold(indexed):
-    index = RetrievalIndex.load(indexed / "index")
-    index.about["threshold"] = {"value": "high"}
-    return search_images(index, ["a.png"], device="cpu")
-
-
 TABLE = {
     "search": [
         (lambda: ["--index=x"], SystemExit, "--text", ""),
@@ -251,7 +245,7 @@ TABLE = {
         (lambda: ["--output=new", "--images=.", "--weights=DEFAULT"], SystemExit, "--backbone", ""),
         (indexing("--checkpoint=gone.ckpt"), SystemExit, "--checkpoint", "gone.ckpt"),
         (indexing_with("checkpoint", "no.ckpt", "x"), SystemExit, "--checkpoint", ""),
-        (lambda glyphs, captions: of_images(glyphs[0], "--checkpoint", captions), SystemExit, "--checkpoint", ""),
+        (lambda glyphs, captions: of_images(glyphs[0], "--checkpoint", captions), SystemExit, "the model", ""),
         (indexing("--images=gone"), SystemExit, "--images", "gone"),
         (lambda glyphs, tmp_path: of_images(glyphs[0], f"--images={tmp_path}"), SystemExit, "--images", ""),
         (lambda glyphs, given: of_images(glyphs[0], f"--images={given('a.png').parent}"), SystemExit, "image", "a.png"),
@@ -371,11 +365,10 @@ TABLE = {
     ],
     "adapt_head": [
         (adapt_with(Undefined(first=0)), InvalidValue, "loss"),
-        (adapt_with(Undefined(first=1)), InvalidValue, "lr"),
+        (adapt_with(Undefined(first=1)), InvalidValue, "loss"),
     ],
     "search_images": [
         (search_with(show="price"), InvalidType, "show"),
-        (search_threshold, InvalidValue, "threshold"),
     ],
     "RetrievalIndex": [(search_with(k=2.5), InvalidType, "k")],
 }
