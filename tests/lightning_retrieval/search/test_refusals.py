@@ -146,7 +146,7 @@ TABLE = {
         (lambda: add_columns(**{"class": [1, 2]}), InvalidValue, "columns"),
         (lambda: add_columns(a=[1]), InvalidValue, "columns"),
         (lambda: add_columns(a=[1, "x"]), InvalidType, "columns"),
-        (lambda: add_columns(a=[True, False]), InvalidType, "columns"),
+        (lambda: add_columns(a=[[1], [2]]), InvalidType, "columns"),
         (lambda: add_columns(a=[1.0, float("nan")]), InvalidValue, "columns"),
         (lambda: add_columns(a=[1, 2**53 + 1]), InvalidValue, "columns"),
         (lambda: index().add(TWO, columns={"brand": ["a", "b"]}), InvalidValue, "columns"),
