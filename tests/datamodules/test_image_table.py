@@ -310,6 +310,16 @@ def test_a_table_may_be_outside_of_the_root_and_begin_with_a_byte_order_mark(tmp
         assert paths_of(found) == {"train": ["a.jpg"], "test": ["b.jpg"]}
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_on_any_system_and_fields_may_be_long(tmp_path, end):
+    """Python's own parser takes neither the line ends of old programs of macOS nor 200,000 characters."""
+    rows = ["image,label,split,note", f"a.jpg,007,train,{'x' * 200_000}", 'b.jpg,NA,test,"a, b"', ""]
+    (tmp_path / "images.csv").write_bytes(end.join(rows).encode())
+    found = read(tmp_path, "images.csv")
+    assert paths_of(found) == {"train": ["a.jpg"], "test": ["b.jpg"]}
+    assert [list(found[split].names) for split in ("train", "test")] == [["007"], ["NA"]]
+
+
 # --- paths
 
 
