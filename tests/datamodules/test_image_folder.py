@@ -113,6 +113,7 @@ NAMES_OF_SPLITS = [
     {"train": "training", "val": "validation"},
     {"train": "Train", "test": "TEST", "val": "Valid"},
     {"test": "eval", "val": "dev"},
+    {"train": "train", "test": "test", "eval": "eval"},  # beside `test`, a set of its own
 ]
 
 
