@@ -101,7 +101,7 @@ def _patterns_of_readme(folder: Path, config: str | None) -> dict[str, Any] | No
         card = DatasetCard.load(folder / "README.md", ignore_metadata_errors=True)
         configs = card.data.to_dict().get("configs") or []
     names = [str(one.get("config_name", "default")) for one in configs]
-    wanted = config or ("default" if "default" in names else names[0] if len(names) == 1 else None)
+    wanted = config or ("default" if len(names) != 1 else names[0])
     if wanted not in names and (names or config):
         raise ValueError(f"it has the configurations {', '.join(names) or 'of no name'}, of which `config` names one")
     files = configs[names.index(wanted)].get("data_files") if names else None

@@ -226,7 +226,7 @@ def _numbers(name: str, listed: Sequence[float | None]) -> Column:
     return _one_zero(np.array(listed, np.float64))
 
 
-def _one_zero(numbers: NDArray[np.float64]) -> Column:
+def _one_zero(numbers: NDArray[Any]) -> Column:
     """A column of numbers, in which -0.0 is 0.0, since Milvus tells them apart where it looks for one of several."""
     return as_arrow(numbers + 0.0)
 
