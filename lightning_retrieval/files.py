@@ -486,7 +486,8 @@ def folder_lock(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
 def _lock_of_posix(folder: Path, name: str, *, shared: bool) -> Iterator[Callable[[], None]]:
     with writing(folder / name):
         # A link is not followed, since it may lead out of the folder.
-        opened = os.fdopen(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+")
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        opened = os.fdopen(os.open(folder / name, flags, 0o666), "a+")
     with opened as file:
         _take_lock(folder, file, shared=shared)
         _locks.add(file)
