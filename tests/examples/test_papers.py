@@ -296,6 +296,7 @@ def test_the_config_of_a_paper_trains_and_is_tested(monkeypatch, tmp_path):
     small += ["--trainer.precision=32-true", "--trainer.check_val_every_n_epoch=1", "--trainer.log_every_n_steps=1"]
     small += ["--trainer.limit_train_batches=2", "--trainer.enable_progress_bar=false"]
     small += ["--model.embedder.weights=null", "--model.embedder.backbone=resnet18"]
+    small.append("--model.embedder.freeze_batch_norm=false")  # of a network without pretrained weights
     config = ["--config", str(EXAMPLES / "roadmap/cub.yaml"), "--data.root=CUB", *small]
     main(["fit", *config])
     folder = Path("logs/roadmap/cub")
