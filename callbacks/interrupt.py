@@ -122,9 +122,7 @@ class CheckpointOnInterrupt(pl.Callback):
         rank_zero_info(f"Interrupted after step {trainer.global_step}; {self.option} continues from {path}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the previous signal handler, and reset the state of this run."""
         self._restore()
-        self._reset()
 
     def _reset(self) -> None:
         self._process = None
@@ -165,6 +163,7 @@ class CheckpointOnInterrupt(pl.Callback):
             raise Interrupted
 
     def _restore(self) -> None:
+        """Restore the previous signal handler, and forget this run."""
         if self._process is not None:
             signal.signal(signal.SIGINT, self._previous)
-            self._process = None
+        self._reset()

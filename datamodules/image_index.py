@@ -167,7 +167,7 @@ def splits_by_use(names: Iterable[str], argument: str) -> dict[str, str]:
     splits = {name: name for name in different if name in USES}
     for name in different:
         use = use_of(name)
-        if use in splits and use != "train" and use in different and name != use:
+        if use != "train" and use in different:
             use = name  # beside `test`, `eval` is another evaluation set
         first = splits.setdefault(use, name)
         if first != name:

@@ -339,6 +339,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             )
         with owned_by("RetrievalDataLoader"):
             batch_sampler.check_dataset(dataset)
+            check_found_by_workers(dataset, kwargs)
         if not kwargs.get("in_order", True):
             raise InvalidValue(
                 "must be True, because batches in another order are lost or repeated when a run is resumed",
@@ -351,8 +352,6 @@ class RetrievalDataLoader(DataLoader[Any]):
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
         if kwargs.get("collate_fn") is None:
             kwargs["collate_fn"] = collate_images
-        with owned_by("RetrievalDataLoader"):
-            check_found_by_workers(dataset, kwargs)
         super().__init__(dataset, batch_sampler=self._rank_sampler, **kwargs)
 
     @property  # type: ignore[override]
@@ -427,10 +426,11 @@ class RetrievalDataLoader(DataLoader[Any]):
 
 def _has_second_label(ids: Tensor, labels: Tensor | None) -> bool:
     """Whether an id has two labels. An image that replaces one that cannot be read has its own id and label again."""
-    if labels is None:
+    different = len(set(ids.tolist()))
+    if labels is None or different == len(ids):
         return False
-    rows = torch.cat([ids[:, None], labels.reshape(len(ids), -1)], 1)
-    return len(rows.unique(dim=0)) > len(ids.unique())
+    rows = zip(ids.tolist(), map(tuple, labels.reshape(len(ids), -1).tolist()), strict=True)
+    return len(set(rows)) > different
 
 
 def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:
