@@ -40,7 +40,7 @@ LIGHTNING_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",
-    "adapt": "Train a head on stored embeddings: --embeddings DIR --output C",
+    "adapt": "Train a head on stored embeddings, or compare losses: --embeddings DIR --output C",
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
@@ -59,6 +59,7 @@ WITHOUT_LIGHTNING = ("completion", "env", "example")  # these commands run whate
 OWNERS = (
     "",
     "adapt_head",
+    "compare_losses",
     "embed_images",
     "export_model",
     "index_embeddings",

@@ -347,7 +347,10 @@ def report(
 def adapt(
     *,
     embeddings: ExistingPath,
-    output: Path,
+    output: Path | None = None,
+    compare: bool = False,
+    losses: Sequence[str] = (),
+    html: Path | None = None,
     overwrite: bool = False,
     labels: ExistingPath | None = None,
     table: TableOptions,
@@ -356,23 +359,30 @@ def adapt(
     loss_args: dict[str, Any] | None = None,
     embedding_dim: int | None = None,
     hidden_dim: int | None = None,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
     lr: float = 1e-3,
     max_epochs: int = 100,
     seed: int = 0,
 ) -> int:
     """Train a head on embeddings that `embed` wrote, and write a checkpoint of the frozen model with its head.
 
+    With --compare, find the loss that trains the best head.
+
     Args:
         embeddings: folder that `embed` wrote.
         output: file of the new checkpoint.
+        compare: compare losses in place of writing a checkpoint, by heads with several settings and seeds. After an
+            interrupt, the same command continues.
+        losses: with --compare, a loss in place of the default ones, which are log rank, log rank of longer lists,
+            multi-similarity, log rank + multi-similarity and InfoNCE; may be repeated.
+        html: with --compare, write the table to this file as an HTML page.
         overwrite: replace the file of --output if it exists.
         labels: table of image and label, if `embed` had no labels.
         loss: loss of this library or of pytorch-metric-learning.
         loss_args: arguments of the loss, as {"tau": 0.1}.
-        embedding_dim: new dimension; by default that of the embeddings.
+        embedding_dim: new dimension; by default that of the embeddings, and at most 128 with --compare.
         hidden_dim: hidden units; by default the head is linear.
-        batch_size: length of a list, up to 16384.
+        batch_size: length of a list, up to 16384; by default 2048, and 256 with --compare.
         lr: learning rate of AdamW.
         max_epochs: maximum number of epochs.
         seed: seed of the held-out classes and the lists.
@@ -380,25 +390,54 @@ def adapt(
     Example:
         lightning-retrieval adapt --embeddings out --output adapted.ckpt
     """
+    settings = {"labels": labels, **vars(table)}
+    for name, value in {"embedding_dim": embedding_dim, "batch_size": batch_size}.items():
+        if value is not None:
+            settings[name] = value
+    if compare:
+        return _compare(embeddings, losses, html, settings)
+    if output is None:
+        raise InvalidValue("must be given", argument="output", cure="`compare` replaces it")
     with imports_of_command():
-        from lightning_retrieval.search.commands.adapt import adapt_head, named_loss, summary
+        from lightning_retrieval.search.commands.adapt import adapt_head, summary
+        from lightning_retrieval.search.commands.head_training import named_loss
     done = adapt_head(
         embeddings,
         output,
         loss=named_loss(loss, loss_args or {}),
-        labels=labels,
-        **vars(table),
         checkpoint=model.given(),
-        embedding_dim=embedding_dim,
         hidden_dim=hidden_dim,
-        batch_size=batch_size,
         lr=lr,
         max_epochs=max_epochs,
         seed=seed,
         overwrite=overwrite,
+        **settings,
     )
     print(f"{output}: {summary(done)}")
     return 0
+
+
+def _compare(embeddings: Path, losses: Sequence[str], html: Path | None, settings: dict[str, Any]) -> int:
+    """Compare losses, and print what was found, also after an interrupt."""
+    with imports_of_command():
+        from lightning_retrieval.search.commands.comparison import SETTINGS, Tournament
+        from lightning_retrieval.search.commands.comparison_page import write_comparison
+        from lightning_retrieval.search.html_page import check_page_target
+    if html is not None:
+        check_page_target("html", html, "adapt")
+    tournament = Tournament(embeddings, losses=losses or tuple(SETTINGS), **settings)
+    code = 0
+    try:
+        tournament.run()
+    except KeyboardInterrupt:
+        print("adapt: interrupted; the same command continues.", file=sys.stderr)
+        code = INTERRUPTED
+    if tournament.complete_cells():
+        found = tournament.result()
+        print(found)
+        if html is not None:
+            write_comparison(html, found)
+    return code
 
 
 def _check_index(index: Path, store: str | None) -> None:

@@ -1,0 +1,510 @@
+"""`lightning-retrieval adapt --compare`: which loss trains the best head on a user's own embeddings.
+
+The classes are divided into three parts, in three ways: a head is trained on the first part, the number of epochs and
+the setting of the loss are chosen on the second, and the third is measured. All losses get the same lists.
+"""
+
+import hashlib
+import inspect
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
+from lightning_retrieval.files import new_file, writing
+from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.models.adapted import Head
+from lightning_retrieval.plain_data.rules import find_class
+from lightning_retrieval.progress import Progress
+from lightning_retrieval.search.commands.head_training import (
+    LabelledSet,
+    named_loss,
+    path_of_loss,
+    read_labelled_set,
+    shuffled_classes,
+    train_head,
+)
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+
+OWNER = "compare_losses"
+RESULTS = "comparison.jsonl"  # in the folder of the embeddings
+SPLITS = 3  # ways to divide the classes
+TRAINED, CHOSEN_ON = 0.4, 0.2  # fractions of the classes; the others are tested
+FEWEST_CLASSES = 10
+ENOUGH_CLASSES = 20  # in the test part
+SEEDS = (0, 1, 2)
+LEARNING_RATES = (1e-3, 3e-4, 3e-3)  # all are tried with a loss that has no settings here
+MAX_EPOCHS = 100
+BATCH_SIZE = 256
+EMBEDDING_DIM = 128
+UPPER_TAIL = 0.975  # for a 95 % interval
+UNTRAINED = "no head"
+
+
+class InfoNCELoss(nn.Module):
+    """NTXentLoss of pytorch-metric-learning, without its copies of all negatives for each pair.
+
+    Args:
+        temperature: of the similarities.
+    """
+
+    def __init__(self, temperature: float = 0.07) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, " batch"]) -> Tensor:
+        """The mean over all pairs of a query and a positive."""
+        logits = embeddings @ embeddings.T / self.temperature
+        same = labels[:, None] == labels
+        negatives = logits.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
+        is_pair = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+        return softplus(negatives - logits)[is_pair].mean()
+
+
+class Setting(NamedTuple):
+    """A loss with its arguments, and the learning rate of the head.
+
+    Args:
+        loss: name of the loss, as for `named_loss`.
+        arguments: its arguments. Losses among them are described by their class paths.
+        lr: learning rate.
+    """
+
+    loss: str
+    arguments: Mapping[str, Any] = {}
+    lr: float = LEARNING_RATES[0]
+
+    def built(self, classes: int, dim: int) -> nn.Module:
+        """The loss; one with proxies gets the number of classes and the dimension of the embeddings."""
+        if self.loss == "NTXentLoss":
+            return InfoNCELoss(**self.arguments)
+        arguments = dict(self.arguments)
+        bases = find_class("losses", path_of_loss(self.loss), (nn.Module,)).__mro__
+        if any("num_classes" in inspect.signature(base.__init__).parameters for base in bases):
+            arguments |= {"num_classes": classes, "embedding_size": dim}
+        return named_loss(self.loss, arguments)
+
+    def typed(self) -> str:
+        """The loss as it is written in Python."""
+        return _typed({"class_path": self.loss, "init_args": self.arguments})
+
+
+def _typed(value: Any) -> str:
+    """A description as it is written in Python."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        name = value["class_path"].rpartition(".")[2]
+        return f"{name}({', '.join(f'{key}={_typed(of_key)}' for key, of_key in value['init_args'].items())})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_typed(of_key)}' for key, of_key in value.items())}}}"
+    if isinstance(value, list):
+        return f"({', '.join(map(_typed, value))})"
+    return repr(value)
+
+
+def _summed(weight: float) -> Setting:
+    """Log rank of longer lists with a weight of multi-similarity."""
+    rank, pairs = SETTINGS["log rank of longer lists"][1], SETTINGS["multi-similarity"][0]
+    terms = {}
+    for name, of_term, setting in (("rank", 1.0, rank), ("pairs", weight, pairs)):
+        terms[name] = [of_term, {"class_path": path_of_loss(setting.loss), "init_args": setting.arguments}]
+    return Setting("WeightedSum", {"losses": terms})
+
+
+# What is tried with each loss: settings that were the best ones of a head in the study.
+OF_RANKS = ({"tau": 0.01}, {"tau": 0.03}, {"tau": 0.03, "lambda_": 3.0})
+OF_PAIRS = (
+    {"alpha": 1.0, "beta": 25.0, "base": 0.5},
+    {"alpha": 1.0, "beta": 25.0, "base": 0.7},
+    {"alpha": 1.0, "beta": 50.0, "base": 0.5},
+)
+SETTINGS = {
+    "log rank": [Setting("LogRankLoss", arguments) for arguments in OF_RANKS],
+    "log rank of longer lists": [
+        Setting("LogRankLoss", {**arguments, "negative_weight": 10.0}) for arguments in OF_RANKS
+    ],
+    "multi-similarity": [Setting("MultiSimilarityLoss", arguments) for arguments in OF_PAIRS],
+}
+SETTINGS["log rank + multi-similarity"] = [_summed(weight) for weight in (3.0, 10.0, 30.0)]
+SETTINGS["InfoNCE"] = [Setting("NTXentLoss", {"temperature": value}) for value in (0.05, 0.1, 0.2)]
+
+
+class Cell(NamedTuple):
+    """A division of the classes, and the seed of the lists."""
+
+    split: int
+    seed: int
+
+
+class Measured(NamedTuple):
+    """What was measured of a head.
+
+    Args:
+        chosen_on: mAP of the classes that the settings are chosen on.
+        ap: mean AP of the queries of each tested class.
+        r_at_1: mean R@1 of the queries of each tested class.
+        seconds: CPU time of the training.
+    """
+
+    chosen_on: float
+    ap: list[float]
+    r_at_1: list[float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ComparedLoss:
+    """A row of the comparison.
+
+    Args:
+        name: the loss.
+        typed: the loss as it is written in Python, with the setting that was chosen most often.
+        mean_ap: mAP of the test part.
+        r_at_1: R@1 of the test part.
+        difference: mAP minus that of the best loss.
+        interval: 95 % interval of the difference.
+        seconds: mean CPU time of a training.
+    """
+
+    name: str
+    typed: str
+    mean_ap: float
+    r_at_1: float
+    difference: float
+    interval: tuple[float, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `compare_losses`.
+
+    Args:
+        rows: the losses, the best one first, and the features without a head.
+        classes: number of classes in the test part of a split.
+        cells: how many of the `wanted` heads of each loss are compared.
+        wanted: number of splits times number of seeds.
+    """
+
+    rows: Sequence[ComparedLoss]
+    classes: int
+    cells: int
+    wanted: int
+
+    def about(self) -> str:
+        """What was compared."""
+        heads = f"{self.cells} of {self.wanted} heads of each loss"
+        return f"{heads}; the test part of a division of the classes has {self.classes} classes"
+
+    def conclusion(self) -> str:
+        """What the comparison shows."""
+        best, *others = self.rows
+        untrained = next(row for row in others if row.name == UNTRAINED)
+        equal = [row.name for row in others if row is not untrained and row.interval[1] >= 0]
+        if self.classes < ENOUGH_CLASSES:
+            return (
+                f"Too few classes to tell: the test part of a division has {self.classes}, and at least "
+                f"{ENOUGH_CLASSES} are needed."
+            )
+        if untrained.interval[1] >= 0:
+            return f"{best.name} has the highest mAP of all heads, but no head is shown to be better than the features."
+        if equal:
+            return f"{best.name} has the highest mAP, and is not shown to be different from {', '.join(equal)}."
+        return f"{best.name} is shown to be better than every other loss."
+
+    def typed(self) -> str:
+        """What to type to train the network with the best loss."""
+        return f"RetrievalModule(embedder, {self.rows[0].typed}, updates=Updates(gradient_clip_val=1.0))"
+
+    def __str__(self) -> str:
+        """The table, and what it shows."""
+        lines = [["loss", "mAP", "R@1", "minus the best (95 % interval)", "CPU s"]]
+        for row in self.rows:
+            difference = ""
+            if row is not self.rows[0]:
+                difference = f"{row.difference:+.4f} ({row.interval[0]:+.4f} to {row.interval[1]:+.4f})"
+            lines.append([row.name, f"{row.mean_ap:.4f}", f"{row.r_at_1:.4f}", difference, f"{row.seconds:.1f}"])
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return f"{table}\n{self.about()}.\n{self.conclusion()}\nTo train the network: {self.typed()}"
+
+
+@owned_by(OWNER)
+def compare_losses(
+    embeddings: Path,
+    *,
+    losses: Sequence[str] = tuple(SETTINGS),
+    seeds: Sequence[int] = SEEDS,
+    labels: Path | None = None,
+    columns: ColumnNames = None,
+    delimiter: str = ",",
+    embedding_dim: int = EMBEDDING_DIM,
+    batch_size: int = BATCH_SIZE,
+) -> Comparison:
+    """Compare losses by the heads that they train on stored embeddings.
+
+    The results of all heads are kept in the file `comparison.jsonl` in the folder of the embeddings, so that the same
+    call goes on after an interrupt.
+
+    Args:
+        embeddings: folder written by `embed_images`.
+        losses: names: those of the default have settings that are tried; other losses of this library and of
+            pytorch-metric-learning are tried with three learning rates.
+        seeds: seeds of the lists, for each of three divisions of the classes.
+        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
+        columns: the names of the columns of `labels`, if they differ, as for `ImageTable`.
+        delimiter: the character that separates the fields of `labels`, if it is a CSV file.
+        embedding_dim: dimension of the heads' embeddings; at most that of the stored embeddings is used.
+        batch_size: number of embeddings in a list, with at most 16 of each class.
+
+    Raises:
+        FileNotFoundError: if the embeddings or the table do not exist.
+        ValueError: if there is no such loss, an image has no label, or fewer than 10 classes have several images.
+        OSError: if the results cannot be written.
+
+    Cost:
+        Memory for all embeddings and for the scores of one list. With five losses, 75 heads are trained.
+
+    Source:
+        The interval is that of errors that are correlated within classes and within heads: Cameron, Gelbach and Miller,
+        "Robust Inference With Multiway Clustering", 2011, equation 2.13.
+    """
+    tournament = Tournament(
+        embeddings,
+        losses=losses,
+        seeds=seeds,
+        labels=labels,
+        columns=columns,
+        delimiter=delimiter,
+        embedding_dim=embedding_dim,
+        batch_size=batch_size,
+    )
+    tournament.run()
+    return tournament.result()
+
+
+class Tournament:
+    """The heads of a comparison, and a file with what was measured of those that are trained.
+
+    The arguments are those of `compare_losses`.
+    """
+
+    @owned_by(OWNER)
+    def __init__(
+        self,
+        embeddings: Path,
+        *,
+        losses: Sequence[str],
+        seeds: Sequence[int] = SEEDS,
+        labels: Path | None = None,
+        columns: ColumnNames = None,
+        delimiter: str = ",",
+        embedding_dim: int = EMBEDDING_DIM,
+        batch_size: int = BATCH_SIZE,
+    ) -> None:
+        if not losses or len(set(losses)) < len(losses):
+            raise InvalidValue("must be different losses", argument="losses", got=list(losses))
+        if not seeds:
+            raise InvalidValue("must not be empty", argument="seeds")
+        self.seeds = [check_integer("seeds", seed, least=0) for seed in seeds]
+        self.batch_size = check_integer("batch_size", batch_size, least=4)
+        folder = EmbeddingFolder.load(embeddings)
+        self.data = read_labelled_set(folder, labels, TableFormat.checked(columns, delimiter))
+        self.embedding_dim = min(check_integer("embedding_dim", embedding_dim, least=1), folder.manifest.dim)
+        self.losses: dict[str, list[Setting]] = {}
+        for name in losses:
+            self.losses[name] = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
+            self._loss(self.losses[name][0])
+        self.losses[UNTRAINED] = [Setting(UNTRAINED)]
+        self.splits = [self._divided(split) for split in range(SPLITS)]
+        self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
+        self._results = Results(folder.path / RESULTS)
+        digest = hashlib.sha256(self.data.embeddings.numpy())
+        digest.update(self.data.labels.numpy())
+        self._about = [digest.hexdigest(), self.embedding_dim, self.batch_size]
+
+    def run(self) -> None:
+        """Train the heads that are not yet measured."""
+        trained = sum(len(settings) + len(self.seeds) - 1 for settings in self.losses.values())
+        with Progress("Comparing losses", total=SPLITS * trained, units="heads") as progress, one_thread():
+            for cell, name in product(self.cells, self.losses):
+                for setting in self._tried(cell, name):
+                    key = self._key(cell, setting)
+                    if key not in self._results:
+                        self._results[key] = self._measure(cell, setting)
+                    progress.update(1)
+
+    def complete_cells(self) -> list[Cell]:
+        """The cells in which all losses are measured."""
+        return [cell for cell in self.cells if self._is_complete(cell)]
+
+    def result(self) -> Comparison:
+        """The comparison of the heads in complete cells, of which there must be one."""
+        cells = self.complete_cells()
+        queries = torch.zeros(len(cells), int(self.data.labels.max()) + 1, dtype=torch.double)
+        ap, r_at_1 = (torch.zeros(len(self.losses), *queries.shape, dtype=torch.double) for _ in range(2))
+        seconds = torch.zeros(len(self.losses), len(cells))
+        for row, cell in enumerate(cells):
+            classes, counts = self.splits[cell.split].tested.labels.unique(return_counts=True)
+            queries[row, classes] = counts.double()
+            for number, name in enumerate(self.losses):
+                measured = self._results[self._key(cell, self._chosen(cell.split, name))]
+                ap[number, row, classes] = torch.tensor(measured.ap).double()
+                r_at_1[number, row, classes] = torch.tensor(measured.r_at_1).double()
+                seconds[number, row] = measured.seconds
+        weights = queries / queries.sum()
+        means, means_at_1 = ((weights * values).sum((1, 2)).tolist() for values in (ap, r_at_1))
+        order = sorted(range(len(self.losses)), key=lambda number: -means[number])
+        best = next(number for number in order if number < len(self.losses) - 1)  # the last one is without a head
+        rows = []
+        for number in [best, *(number for number in order if number != best)]:
+            name = list(self.losses)[number]
+            interval = clustered_interval(ap[number] - ap[best], weights)
+            difference = means[number] - means[best]
+            typed = Counter(self._chosen(split, name).typed() for split in {cell.split for cell in cells})
+            numbers = (means[number], means_at_1[number], difference, interval, seconds[number].mean().item())
+            rows.append(ComparedLoss(name, typed.most_common(1)[0][0], *numbers))
+        fewest = min(len(self.splits[cell.split].tested.labels.unique()) for cell in cells)
+        return Comparison(rows, fewest, len(cells), len(self.cells))
+
+    def _divided(self, split: int) -> "Parts":
+        """The three parts of a division of the classes; the images of classes with one image are trained on."""
+        labels = self.data.labels
+        classes = shuffled_classes(labels, FEWEST_CLASSES, torch.Generator().manual_seed(split))
+        first, second = round(TRAINED * len(classes)), round((TRAINED + CHOSEN_ON) * len(classes))
+        is_chosen_on, is_tested = torch.isin(labels, classes[first:second]), torch.isin(labels, classes[second:])
+        return Parts(*map(self.data.where, (~(is_chosen_on | is_tested), is_chosen_on, is_tested)))
+
+    def _tried(self, cell: Cell, name: str) -> list[Setting]:
+        """The settings of a loss that are measured: with the first seed all of them, and then the chosen one."""
+        if cell.seed == self.seeds[0]:
+            return self.losses[name]
+        return [self._chosen(cell.split, name)]
+
+    def _chosen(self, split: int, name: str) -> Setting:
+        """The setting with the highest mAP of the classes that it is chosen on."""
+        cell = Cell(split, self.seeds[0])
+        return max(self.losses[name], key=lambda setting: self._results[self._key(cell, setting)].chosen_on)
+
+    def _is_complete(self, cell: Cell) -> bool:
+        """Whether all heads of a cell are measured."""
+        first = Cell(cell.split, self.seeds[0])
+        cells = (first, cell)  # in this order, since the settings are chosen with the first seed
+        tried = ((of, setting) for of in cells for name in self.losses for setting in self._tried(of, name))
+        return all(self._key(of, setting) in self._results for of, setting in tried)
+
+    def _key(self, cell: Cell, setting: Setting) -> str:
+        """What the result of a head depends on."""
+        return json.dumps([*self._about, *cell, *setting])
+
+    def _loss(self, setting: Setting) -> nn.Module:
+        return setting.built(int(self.data.labels.max()) + 1, self.embedding_dim)
+
+    def _measure(self, cell: Cell, setting: Setting) -> Measured:
+        """Train a head, and measure it on the test part."""
+        parts = self.splits[cell.split]
+        if setting.loss == UNTRAINED:
+            found = parts.tested.of_classes(None)
+            return Measured(0.0, found.ap.tolist(), found.r_at_1.tolist(), 0.0)
+        begun = time.process_time()
+        with torch.random.fork_rng():
+            torch.manual_seed(cell.seed)  # proxies begin at random
+            head, loss = Head(self.data.embeddings.shape[1], self.embedding_dim), self._loss(setting)
+            generator = torch.Generator().manual_seed(cell.seed)
+            settings = {"batch_size": self.batch_size, "lr": setting.lr, "max_epochs": MAX_EPOCHS}
+            train_head(head, loss, parts.trained, parts.chosen_on, generator=generator, hidden=True, **settings)
+        seconds = time.process_time() - begun
+        found = parts.tested.of_classes(head)
+        return Measured(parts.chosen_on.mean_ap(head), found.ap.tolist(), found.r_at_1.tolist(), seconds)
+
+
+class Parts(NamedTuple):
+    """The parts of a division of the classes."""
+
+    trained: LabelledSet
+    chosen_on: LabelledSet
+    tested: LabelledSet
+
+
+class Results(dict[str, Measured]):
+    """What was measured of heads, in a file of JSON lines, which is written after each of them.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+                key, measured = json.loads(line)
+                super().__setitem__(key, Measured(*measured))
+        except (ValueError, TypeError) as error:
+            cure = "delete it, and the heads are trained again"
+            raise InvalidValue(f"{path} is damaged ({error})", cure=cure) from None
+
+    def __setitem__(self, key: str, measured: Measured) -> None:
+        super().__setitem__(key, measured)
+        lines = [json.dumps(entry) + "\n" for entry in self.items()]
+        with writing(self._path), new_file(self._path) as file:
+            file.write("".join(lines).encode())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch uses one thread: for matrices this small, others would mostly wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def clustered_interval(
+    differences: Float[Tensor, "heads classes"], weights: Float[Tensor, "heads classes"]
+) -> tuple[float, float]:
+    """The 95 % interval of a weighted mean of differences, which are correlated within a head and within a class.
+
+    Args:
+        differences: difference of each head and class.
+        weights: their weights, with a sum of 1; 0 for a class that a head is not tested on.
+    """
+    mean = float((weights * differences).sum())
+    errors = weights * (differences - mean)
+    groups = [errors.sum(0)[weights.sum(0) > 0]]
+    if len(errors) > 1:
+        groups.append(errors.sum(1))
+    variances = [float(len(sums) / (len(sums) - 1) * sums.square().sum()) for sums in groups]
+    variance = max(sum(variances) - float(errors.square().sum()) * (len(groups) - 1), *variances, 0.0)
+    half = t_quantile(min(map(len, groups)) - 1) * variance**0.5
+    return mean - half, mean + half
+
+
+def t_quantile(freedom: int) -> float:
+    """The quantile .975 of Student's t distribution, by an expansion in the degrees of freedom around the normal one.
+
+    Source:
+        Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.5.
+    """
+    z = statistics.NormalDist().inv_cdf(UPPER_TAIL)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
