@@ -326,7 +326,7 @@ class Tournament:
         self.losses: dict[str, list[Setting]] = {}
         for name in losses:
             self.losses[name] = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
-            self._loss(self.losses[name][0])
+            self.loss_of(self.losses[name][0])
         self.losses[UNTRAINED] = [Setting(UNTRAINED)]
         self.splits = [self._divided(split) for split in range(SPLITS)]
         self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
@@ -360,7 +360,7 @@ class Tournament:
             classes, counts = self.splits[cell.split].tested.labels.unique(return_counts=True)
             queries[row, classes] = counts.double()
             for number, name in enumerate(self.losses):
-                measured = self._results[self._key(cell, self._chosen(cell.split, name))]
+                measured = self._results[self._key(cell, self.chosen(cell.split, name))]
                 ap[number, row, classes] = torch.tensor(measured.ap).double()
                 r_at_1[number, row, classes] = torch.tensor(measured.r_at_1).double()
                 seconds[number, row] = measured.seconds
@@ -373,7 +373,7 @@ class Tournament:
             name = list(self.losses)[number]
             interval = clustered_interval(ap[number] - ap[best], weights)
             difference = means[number] - means[best]
-            typed = Counter(self._chosen(split, name).typed() for split in {cell.split for cell in cells})
+            typed = Counter(self.chosen(split, name).typed() for split in {cell.split for cell in cells})
             numbers = (means[number], means_at_1[number], difference, interval, seconds[number].mean().item())
             rows.append(ComparedLoss(name, typed.most_common(1)[0][0], *numbers))
         fewest = min(len(self.splits[cell.split].tested.labels.unique()) for cell in cells)
@@ -391,9 +391,9 @@ class Tournament:
         """The settings of a loss that are measured: with the first seed all of them, and then the chosen one."""
         if cell.seed == self.seeds[0]:
             return self.losses[name]
-        return [self._chosen(cell.split, name)]
+        return [self.chosen(cell.split, name)]
 
-    def _chosen(self, split: int, name: str) -> Setting:
+    def chosen(self, split: int, name: str) -> Setting:
         """The setting with the highest mAP of the classes that it is chosen on."""
         cell = Cell(split, self.seeds[0])
         return max(self.losses[name], key=lambda setting: self._results[self._key(cell, setting)].chosen_on)
@@ -409,7 +409,8 @@ class Tournament:
         """What the result of a head depends on."""
         return json.dumps([*self._about, *cell, *setting])
 
-    def _loss(self, setting: Setting) -> nn.Module:
+    def loss_of(self, setting: Setting) -> nn.Module:
+        """A new loss for the labels and the dimension of the heads."""
         return setting.built(int(self.data.labels.max()) + 1, self.embedding_dim)
 
     def _measure(self, cell: Cell, setting: Setting) -> Measured:
@@ -421,7 +422,7 @@ class Tournament:
         begun = time.process_time()
         with torch.random.fork_rng():
             torch.manual_seed(cell.seed)  # proxies begin at random
-            head, loss = Head(self.data.embeddings.shape[1], self.embedding_dim), self._loss(setting)
+            head, loss = Head(self.data.embeddings.shape[1], self.embedding_dim), self.loss_of(setting)
             generator = torch.Generator().manual_seed(cell.seed)
             settings = {"batch_size": self.batch_size, "lr": setting.lr, "max_epochs": MAX_EPOCHS}
             train_head(head, loss, parts.trained, parts.chosen_on, generator=generator, hidden=True, **settings)
