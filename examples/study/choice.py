@@ -1,19 +1,17 @@
-"""Chooses the settings of the losses that choice.md compares, with the steps that this page lists.
+"""Chooses the settings of the losses that choice.md compares, compares them, and writes the page.
 
-    python examples/study/choice.py [--tasks head photographs] [--entrants "log rank" Circle] [--jobs 1]
+    python examples/study/choice.py [--jobs 1]
     python examples/study/choice.py --report
-    python examples/study/choice.py --decide
 
 It needs the emoji, `python examples/emoji.py emoji`, and the photographs, `python examples/photographs.py photographs`.
-Each run is appended to `choice.jsonl` in the output folder, with its setting, its seed, its metrics on held-out classes
-and its CPU time. A run that is in the file is not repeated, so the command continues where it was stopped. `--report`
-prints what was chosen so far. With `--decide`, the candidates and the peers that are chosen meet on the test set, which
-`decision.py` describes, and `choice.md` is written. The peers and candidates are in `entrants.py`.
+Each run is appended to `choice.jsonl` in the output folder, with its setting, its seed, its metrics and its CPU time.
+A run that is in the file is not repeated, so the command continues where it was stopped. When all is chosen, the best
+meet on the test set, which `decision.py` describes. The peers and candidates are in `entrants.py`.
 
 What the page leaves open:
 
-- The learning rate is a setting like those of the table: if the best is at an end, half of the lowest or twice the
-  highest is tried. The scale of the loss is not, since it decides whether most gradients are clipped or few.
+- The learning rate is a setting like the others: if the best is at an end, half of the lowest or twice the highest is
+  tried. The scale of the loss is not, since it decides whether most gradients are clipped or few.
 - If several settings are at an end, each is changed alone. The values beyond the ends are in `entrants.py`.
 - Equal values are decided by the order in which they were tried.
 - When the setting is chosen, it is also trained with the seeds 1 and 2, for the mean of three seeds.
@@ -23,7 +21,6 @@ What the page leaves open:
 import argparse
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of results_file.py and intervals.py
 from choice_page import Comparison, write_page
-from decision import DECISIONS, RANKING_SEEDS, final_runs, further_runs, held_out, leaves
+from decision import DECISIONS, RANKING_SEEDS, final_runs, further_runs
 from entrants import ENTRANTS, LOG_RANK, PEERS, Entrant, Own, Values
 from experiments import Setting
 from pairs import CHOICE_SEED, SCALES, TASKS
@@ -221,9 +218,8 @@ def run_task(task: str, results: dict[str, Any], options: argparse.Namespace) ->
     failed: set[str] = set()
     while True:
         missing: dict[str, Run] = {}
-        for name, progress in follow_all(task, results, options.quick).items():
-            if name in options.entrants:
-                missing |= progress.missing
+        for progress in follow_all(task, results, options.quick).values():
+            missing |= progress.missing
         runs = [run for key, run in missing.items() if key not in failed]
         if not runs:
             return len(failed)
@@ -247,39 +243,6 @@ def run_all(runs: Sequence[Run], task: str, results: dict[str, Any], options: ar
     return failed
 
 
-def expected_runs(entrant: Entrant) -> int:
-    """Return the number of runs of an entrant on a task, without those beyond the ends of its settings."""
-    combinations = len(list(entrant.combinations()))
-    again = -(-COMBINATIONS // combinations)  # of the second step, which the first has run
-    grid = len(SCALES) * 4 + COMBINATIONS - again
-    return grid + FULL_LENGTH + entrant.tries_random_proxies + len(RANKING_SEEDS) - 1
-
-
-def report(task: str, results: Mapping[str, Any], quick: bool) -> str:
-    """Return a table of what was chosen on a task so far, and of the runs and the CPU time that this took."""
-    lines = [f"{task}: entrant | chosen setting | mAP, seed 0 | mAP, three seeds | runs | left at least | CPU s"]
-    done = left = 0
-    progresses = follow_all(task, results, quick)
-    chosen = {name: progress.chosen for name, progress in progresses.items() if progress.chosen is not None}
-    for name, progress in progresses.items():
-        ran = [results[key] for key in progress.runs if key in results]
-        open_runs = 0
-        values = ["", "", ""]
-        if name in chosen:
-            maps = [held_out(chosen[name], seed, results) for seed in RANKING_SEEDS]
-            values = [chosen[name].chosen(), f"{maps[0]:.4f}", f"{statistics.mean(maps):.4f}"]
-            if LOG_RANK in chosen and leaves(name, chosen, results):
-                values[1] += " (leaves)"
-        else:
-            open_runs = max(expected_runs(ENTRANTS[name]) - len(ran), len(progress.missing))
-        seconds = sum(result["cpu_seconds"] for result in ran)
-        lines.append(" | ".join([name, *values, str(len(ran)), str(open_runs), f"{seconds:.0f}"]))
-        done, left = done + len(ran), left + open_runs
-    seconds = sum(result["cpu_seconds"] for result in results.values() if result["task"] == task)
-    lines.append(f"{task}: {done} runs done, at least {left} left, {seconds:.0f} CPU s so far")
-    return "\n".join(lines)
-
-
 def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
     """Run the decisions, and write their page; the return value is the number of failed runs.
 
@@ -301,7 +264,11 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
             compared = [settings[name] for name in comparison.compared]
             runs += final_runs(task, compared, comparison.decision.seeds)
         missing = [(setting, seed) for setting, seed in runs if setting.key(seed) not in results]
-        failed |= run_all(missing, task, results, options)
+        if missing and options.report:
+            print(f"choice: {len(missing)} runs on {task} are missing.", file=sys.stderr)
+            return 1
+        if missing:
+            failed |= run_all(missing, task, results, options)
     if not failed:
         write_page(comparisons, options.output / "choice.md")
     return len(failed)
@@ -310,17 +277,12 @@ def decide(results: dict[str, Any], options: argparse.Namespace) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=ORDER, default=ORDER)
-    parser.add_argument("--entrants", nargs="+", choices=tuple(ENTRANTS), default=tuple(ENTRANTS))
     parser.add_argument("--output", type=Path, help="folder of choice.jsonl; default that of this file")
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_folders(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps and a part of the classes, to try it out")
-    parser.add_argument(
-        "--decide", action="store_true", help="when all is chosen, run the decisions and write their page"
-    )
-    parser.add_argument("--report", action="store_true", help="run nothing, print what was chosen so far")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the page again")
     return parse_with_defaults(parser, arguments)
 
 
@@ -333,12 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.report:
         options.output.mkdir(parents=True, exist_ok=True)
         write_results(file, results)  # without a line that was not finished
-        for task in options.tasks:
-            failed += run_task(task, results, options)
-        if options.decide and not failed:
-            failed = decide(results, options)
-    for task in options.tasks:
-        print(report(task, results, options.quick), end="\n\n")
+        failed = sum(run_task(task, results, options) for task in ORDER)
+    if not failed:
+        failed = decide(results, options)
     if failed:
         print(f"choice: {failed} runs failed; the same command repeats them.", file=sys.stderr)
     return int(failed > 0)

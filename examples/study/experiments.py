@@ -25,8 +25,6 @@ class Setting:
     memory: int = 0  # number of past images that are also ranked
     memory_start: int | float = 0  # first step in which they are ranked; as a float, the drift below which they are
     memory_mode: Literal["one_list", "one_list_detached", "two_terms"] = "one_list"
-    fresh_memory: bool = False  # whether their embeddings are computed anew in each step
-    slow_encoder: float | None = None  # momentum of the average of the network that embeds them; None: the network
     chunk_size: int | None = None
     freeze_batch_norm: bool = False
     precision: Literal["32-true", "64-true"] = "32-true"

@@ -22,7 +22,7 @@ BEYOND = {
 }
 # The rows of the tables. A memory has 512 images, unless a row says something else.
 CHECKPOINT, NO_MEMORY, BATCH_128 = "checkpoint", "no memory", "no memory, batch of 128"
-ONE_LIST, DETACHED, TWO_TERMS, FRESH = "one list", "one list, detached", "two terms", "one list, fresh"
+ONE_LIST, DETACHED, TWO_TERMS = "one list", "one list, detached", "two terms"
 HALF_WAY = "one list, from half-way"
 MEMORIES: dict[str, dict[str, Any]] = {
     NO_MEMORY: {},
@@ -66,7 +66,6 @@ def with_and_without(start: Setting, rates: Mapping[str, float]) -> dict[str, Se
     for name, memory in MEMORIES.items():
         rows[name] = train_on(start, rates[name], **memory)
     rows[BATCH_128] = replace(rows[NO_MEMORY], classes=32, lr=2 * rates[NO_MEMORY])
-    rows[FRESH] = replace(rows[ONE_LIST], fresh_memory=True)
     return rows
 
 
@@ -86,7 +85,6 @@ def claims(rows: Iterable[str]) -> list[Finding]:
     findings += [
         Finding("Training on without a memory is better than the checkpoint", NO_MEMORY, CHECKPOINT),
         Finding("A batch of 128 is better than one of 32 with a memory", BATCH_128, ONE_LIST),
-        Finding("Embedding the memory again in each step is better than storing it", FRESH, ONE_LIST),
     ]
     return findings
 
@@ -164,6 +162,48 @@ def other_claims() -> list[Finding]:
     for loss in OTHER_LOSSES:
         row = f"{loss}, {NO_MEMORY}"
         findings.append(Finding(f"{loss} is better than Smooth-AP, without a memory", row, SMOOTH_AP))
+    return findings
+
+
+# The learning rates with the highest mAP in "Learning rate with frozen BatchNorm".
+FROZEN_RATES = {
+    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-5},
+    "emoji": {NO_MEMORY: 3e-6, ONE_LIST: 3e-5},
+}
+# Further learning rates, where the best of those of all rows is at an end.
+FROZEN_BEYOND = {
+    "glyphs, no memory": (2e-3, 4e-3),
+    "glyphs, one list": (1e-5,),
+    "emoji, no memory": (3e-6, 1e-5),
+    "emoji, one list": (1e-5,),
+}
+
+
+def frozen_sweeps() -> dict[str, dict[float, Setting]]:
+    """Return the runs that choose the learning rates with frozen BatchNorm layers."""
+    curves = {}
+    for start in (BASE, HELD_OUT_EMOJI):
+        curves |= sweep(start, (NO_MEMORY, ONE_LIST), FROZEN_BEYOND, freeze_batch_norm=True)
+    return curves
+
+
+def frozen_rows() -> dict[str, Setting]:
+    """Return the rows with frozen BatchNorm layers, and those of the checkpoint from the tables before."""
+    rows = {}
+    for start, trained in ((BASE, GLYPHS_ROWS), (EMOJI, EMOJI_ROWS)):
+        rows[f"{start.data}, {CHECKPOINT}"] = trained[CHECKPOINT]
+        for memory in (NO_MEMORY, ONE_LIST):
+            setting = train_on(start, FROZEN_RATES[start.data][memory], freeze_batch_norm=True, **MEMORIES[memory])
+            rows[f"{start.data}, {memory}"] = setting
+    return rows
+
+
+def frozen_claims() -> list[Finding]:
+    """Return what is asked about the memory with frozen BatchNorm layers."""
+    findings = []
+    for data in ("glyphs", "emoji"):
+        claim = f"A memory is better than none ({data})"
+        findings.append(Finding(claim, f"{data}, {ONE_LIST}", f"{data}, {NO_MEMORY}"))
     return findings
 
 
@@ -246,98 +286,6 @@ MEMORY_EXPERIMENTS = {
         "loss two terms, as in XBM.",
         {"": other_rows()},
         other_claims(),
-        seeds=FIVE_SEEDS,
-    ),
-}
-
-# The learning rates with the highest mAP in "Learning rate with frozen BatchNorm".
-FROZEN_RATES = {
-    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-5},
-    "emoji": {NO_MEMORY: 3e-6, ONE_LIST: 3e-5},
-}
-# Further learning rates, where the best of those of all rows is at an end.
-FROZEN_BEYOND = {
-    "glyphs, no memory": (2e-3, 4e-3),
-    "glyphs, one list": (1e-5,),
-    "emoji, no memory": (3e-6, 1e-5),
-    "emoji, one list": (1e-5,),
-}
-# Weight of the average's own values at each step; with 0 it is the network, in evaluation mode.
-MOMENTA = (0.0, 0.9, 0.99)
-BEGINS = 'glyphs, random weights, one list, start_step="auto"'
-UNTRAINED = "glyphs, random weights"
-# Without a memory, and with one list of what the network gave in training.
-NETWORKS = {
-    "glyphs": (GLYPHS_ROWS[NO_MEMORY], GLYPHS_ROWS[ONE_LIST]),
-    "emoji": (EMOJI_ROWS[NO_MEMORY], EMOJI_ROWS[ONE_LIST]),
-    UNTRAINED: (UNTRAINED_ROWS[NO_MEMORY], UNTRAINED_ROWS[FROM_0]),
-}
-
-
-def slow_encoder_rows() -> dict[str, Setting]:
-    """Return the rows without a memory, and with what the network or its moving average gave for it."""
-    rows = {}
-    for name, (without, stored) in NETWORKS.items():
-        rows[f"{name}, {NO_MEMORY}"] = without
-        rows[f"{name}, {ONE_LIST}"] = stored
-        for momentum in MOMENTA:
-            rows[f"{name}, momentum {momentum}"] = replace(stored, slow_encoder=momentum)
-    rows[BEGINS] = UNTRAINED_ROWS[f"{DRIFT} 0.01"]
-    return rows
-
-
-def slow_encoder_claims() -> list[Finding]:
-    """Return what is asked about each average."""
-    findings = []
-    for name in NETWORKS:
-        stored, network = f"{name}, {ONE_LIST}", f"{name}, momentum {MOMENTA[0]}"
-        findings.append(Finding(f"Evaluation mode is better than the embeddings of training ({name})", network, stored))
-        for momentum in MOMENTA[1:]:
-            row = f"{name}, momentum {momentum}"
-            findings.append(Finding(f"An average is better than the embeddings of training ({row})", row, stored))
-    findings.append(Finding("A memory that begins by itself is better than none", BEGINS, f"{UNTRAINED}, {NO_MEMORY}"))
-    for momentum in MOMENTA[1:]:
-        row = f"{UNTRAINED}, momentum {momentum}"
-        findings.append(Finding(f"An average is better than a memory that begins by itself ({row})", row, BEGINS))
-    return findings
-
-
-def frozen_sweeps() -> dict[str, dict[float, Setting]]:
-    """Return the runs that choose the learning rates with frozen BatchNorm layers."""
-    curves = {}
-    for start in (BASE, HELD_OUT_EMOJI):
-        curves |= sweep(start, (NO_MEMORY, ONE_LIST), FROZEN_BEYOND, freeze_batch_norm=True)
-    return curves
-
-
-def frozen_rows() -> dict[str, Setting]:
-    """Return the rows with frozen BatchNorm layers, and those of the checkpoint from the tables before."""
-    rows = {}
-    for start, trained in ((BASE, GLYPHS_ROWS), (EMOJI, EMOJI_ROWS)):
-        rows[f"{start.data}, {CHECKPOINT}"] = trained[CHECKPOINT]
-        for memory in (NO_MEMORY, ONE_LIST):
-            setting = train_on(start, FROZEN_RATES[start.data][memory], freeze_batch_norm=True, **MEMORIES[memory])
-            rows[f"{start.data}, {memory}"] = setting
-    return rows
-
-
-def frozen_claims() -> list[Finding]:
-    """Return what is asked about the memory with frozen BatchNorm layers."""
-    findings = []
-    for data in ("glyphs", "emoji"):
-        claim = f"A memory is better than none ({data})"
-        findings.append(Finding(claim, f"{data}, {ONE_LIST}", f"{data}, {NO_MEMORY}"))
-    return findings
-
-
-MEMORY_EXPERIMENTS |= {
-    "memory_slow_encoder": Experiment(
-        "Slow encoder for the memory",
-        "A moving average of the network embeds the memory (the momentum encoder of MoCo), in place of what the "
-        "network gave in training. The average is in evaluation mode, which changes what BatchNorm layers give; the "
-        "row with momentum 0 shows that alone.",
-        {"": slow_encoder_rows()},
-        slow_encoder_claims(),
         seeds=FIVE_SEEDS,
     ),
     "memory_frozen_learning_rate": Experiment(

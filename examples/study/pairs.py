@@ -222,7 +222,7 @@ def images_of_each_class(chosen: Mapping[str, Setting]) -> Experiment:
     starts = {SMOOTH_AP: chosen[SMOOTH_AP], MULTI_SIMILARITY: chosen[MULTI_SIMILARITY]}
     for log_rank in LOG_RANKS:
         starts[log_rank] = replace(chosen[LOG_RANK], loss_args=ARMS[log_rank].fixed)
-    curves = {}
+    curves: dict[str, dict[int, Setting]] = {}
     for name, start in starts.items():
         curves[name] = {}
         for number in PER_CLASS:

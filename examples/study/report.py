@@ -43,14 +43,14 @@ ago.
 - **What helps:** a memory of 512 images for a network that is trained already, in batches of 32. From random weights,
   use `start_step="auto"`: a memory from the first step ruins the training. A larger batch is better than a memory on
   Glyphs, and not on emoji. With frozen BatchNorm layers the memory helps on emoji, and not on Glyphs.
-- **What does not:** a memory of 4,096 images, and a moving average of the network that embeds the memory.
+- **What does not:** a memory of 4,096 images.
 
 A run trains a network further, for 1,200 steps of 32 images, 4 of each class, with `{BASE.loss}`, unless a table says
 something else. The network was trained as in [the ablations](ablations.md), on 40,000 glyphs or 160,000 emoji. *One
 list* ranks the batch and the memory together, *one list, detached* without a gradient for the references of the
 batch, and *two terms* adds the loss of the queries against the memory: the values of `CrossBatchMemory(mode=...)`.
-*Fresh* means that the images of the memory are embedded again in each step. The learning rate of each row was chosen
-on other classes, with one seed; a batch of 128 has twice that of a batch of 32.
+The learning rate of each row was chosen on other classes, with one seed; a batch of 128 has twice that of a batch of
+32.
 """
 TUNING = """
 # How the settings of glyphs.yaml were chosen

@@ -16,7 +16,6 @@ import pytorch_lightning as pl
 import torch
 from experiments import THIRD_PARTY, Setting
 from features import Table, stored_inputs, trained_part
-from memory_callbacks import DriftRecord, FreshMemory, SlowEncoder
 from peers import (
     PROXY_LOSSES,
     InfoNCELoss,
@@ -30,6 +29,7 @@ from peers import (
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, Updates, losses
+from lightning_retrieval.callbacks import MemoryMonitor
 from lightning_retrieval.datamodules import (
     CategorySampler,
     GlobalBatchSampler,
@@ -59,6 +59,34 @@ class Place:
     accelerator: str
     folders: Mapping[str, Path]  # the folders that emoji.py and photographs.py wrote, by the names of the data sets
     weights: Path  # folder of the networks from which other runs start, and of what frozen parts of networks give
+
+
+class DriftRecord(MemoryMonitor):
+    """Keeps the drift, and the step at which the memory begins."""
+
+    def __init__(self, setting: Setting) -> None:
+        if isinstance(setting.memory_start, float):
+            super().__init__(start_drift=setting.memory_start)
+        else:
+            super().__init__()
+        self.begin: int | None = None
+        self.drift: dict[int, float] = {}  # by the step before which it was measured
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        memory: Any = pl_module.memory
+        step = memory.steps - 1
+        drift = trainer.callback_metrics.get("train/memory_drift")
+        if drift is not None and step % self._interval == 0:
+            self.drift[step] = round(float(drift), 4)
+        if self.begin is None and memory.started and len(memory) > 0:
+            self.begin = step
+
+    def result(self) -> dict[str, Any]:
+        """Return what a line of `results.jsonl` holds of it."""
+        return {"memory_begin": self.begin, "drift": {str(step): drift for step, drift in self.drift.items()}}
 
 
 class ShuffledSampler(GlobalBatchSampler):
@@ -354,10 +382,6 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     if start is not None:
         module.embedder.load_state_dict(start)
     callbacks: list[pl.Callback] = []
-    if setting.fresh_memory:
-        callbacks.append(FreshMemory())
-    if setting.slow_encoder is not None:
-        callbacks.append(SlowEncoder(setting.slow_encoder))
     if setting.memory_start:
         callbacks.append(DriftRecord(setting))
     if setting.proxies is not None:
