@@ -307,8 +307,6 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             seeds=(CHOICE_SEED,),
             shown=False,
         )
-        if name in SWEPT:
-            experiments[f"temperature_{name}"] = temperatures(task.title, name, chosen)
         experiments[f"pairs_{name}"] = Experiment(
             f"Losses: {task.title}",
             "On the test set.",
@@ -322,6 +320,7 @@ def pair_experiments(results: Results) -> dict[str, Experiment]:
             experiments[f"trained_{name}"] = among_trained(task, name, chosen)
         if name in SWEPT:
             experiments[f"leaders_{name}"] = leaders(task.title, name, chosen)
+            experiments[f"temperature_{name}"] = temperatures(task.title, name, chosen)
         if name == "glyphs":
             experiments["log_rank_per_class"] = images_of_each_class(chosen)
         if name == "head":
