@@ -1,4 +1,4 @@
-"""Confidence intervals of paired differences, for `study.py` and `compare.py`."""
+"""Confidence intervals of paired differences, for the studies and `compare.py`."""
 
 import statistics
 from collections.abc import Sequence

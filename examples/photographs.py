@@ -1,7 +1,7 @@
 """Makes a data set for instance retrieval from 38 photographs of four Debian packages.
 
 python examples/photographs.py photographs
-python examples/study.py --photographs photographs --experiments pairs_photographs
+python examples/study/run.py --photographs photographs --experiments pairs_photographs
 
 It downloads 168 MB with `apt-get download`, so it runs on Debian 12 and on systems with its packages. A class is a tile
 of a photograph, and its eight images show parts of the tile: turned, enlarged, with other brightness, contrast and

@@ -382,7 +382,7 @@ class BlackboxRecallLoss(PairLoss):
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length. The default is that of
             ROADMAP's code for RaMBO, since the paper's value for retrieval is in its supplement; 0.8 was better on both
-            data sets of docs/study/losses.md.
+            data sets of examples/study/losses.md.
         margin: alpha, from 0 to 100: a positive is ranked above a negative only if it scores more than alpha higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) replaces l(x). Nothing is stored: the effect on

@@ -99,12 +99,13 @@ class LogRankLoss(RetrievalLoss):
 
     Args:
         tau: temperature of the softplus that counts the negatives above a positive, > 0. In the study
-            (docs/study/pairs.md), 0.01 had the highest mAP from random weights, and 0.03 in a head on frozen features.
+            (examples/study/pairs.md), 0.01 had the highest mAP from random weights, and 0.03 in a head on frozen
+            features.
         lambda_: weight of 1 - similarity of each positive, >= 0. With 0, the loss is the bound alone. In the study, 1
             had the highest mAP from random weights, and 3 in a head on frozen features; with 2 to 16 images of each
             class in a batch, 0, 1 and 3 were not distinguished.
         negative_weight: c, how often each negative of the batch counts in the rank of a positive, > 0. Below 1, the
-            loss is no bound. In the study (docs/study/candidates.md), 10 was better than 1 on photographs, and neither
+            loss is no bound. In the study (examples/study/choice.md), 10 was better than 1 on photographs, and neither
             was better on the other tasks.
         settings: `reduction`, `class_balanced` and `include_self`, as in `RetrievalLoss`.
 

@@ -36,7 +36,11 @@ pytestmark = pytest.mark.slow
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
-FURTHER_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "tests/README.md")
+FURTHER_PAGES = [
+    *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(REPOSITORY / name for name in ("examples/README.md", "tests/README.md")),
+    *sorted((REPOSITORY / "examples/study").glob("*.md")),
+]
 
 ENVIRONMENT = (
     "git clone",
@@ -213,7 +217,7 @@ def test_a_notebook_is_stored_with_its_outputs(page):
     assert all(output.get("name") != "stderr" and output["output_type"] != "error" for output in outputs)
 
 
-@each([*PAGES, *NOTEBOOKS, *(REPOSITORY / name for name in FURTHER_PAGES)])
+@each([*PAGES, *NOTEBOOKS, *FURTHER_PAGES])
 def test_relative_links_have_a_target(page):
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":

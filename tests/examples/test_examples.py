@@ -147,8 +147,8 @@ def test_the_upgraded_network_searches_the_index_of_the_old_one(tmp_path, monkey
 
 def test_the_study_runs_one_experiment_and_repeats_no_run(tmp_path):
     arguments = ["--quick", "--experiments", "tau", "--seeds", "5", "--jobs", "1", "--output", str(tmp_path)]
-    with modules_of(EXAMPLES):
-        study = importlib.import_module("study")
+    with modules_of(EXAMPLES / "study"):
+        study = importlib.import_module("run")
         assert study.main(arguments) == 0
         written = (tmp_path / "results.jsonl").read_text()
         assert study.main(arguments) == 0
@@ -156,11 +156,11 @@ def test_the_study_runs_one_experiment_and_repeats_no_run(tmp_path):
     results = [json.loads(line) for line in written.splitlines()]
     assert len(results) == 3
     assert all(0.05 < result["metrics"]["mAP"] < 1 for result in results)
-    assert (tmp_path / "index.md").exists()
+    assert (tmp_path / "ablations.md").exists()
     assert (tmp_path / "tau.png").exists()
 
 
-FOLDERS = [REPOSITORY / "examples", REPOSITORY / "examples/rambo", REPOSITORY / "benchmarks"]
+FOLDERS = [REPOSITORY / "examples", REPOSITORY / "examples/study", REPOSITORY / "benchmarks"]
 SCRIPTS = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
 WITHOUT_OPTIONS = {"plain_pytorch_loop.py", "pml_loss.py", "subclass.py", "photographs.py"}
 PROGRAMS = [path for path in SCRIPTS if "__main__" in path.read_text() and path.name not in WITHOUT_OPTIONS]
