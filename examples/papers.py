@@ -247,12 +247,22 @@ def cells(*values: Any) -> str:
     return f"| {' | '.join(map(str, values))} |"
 
 
+def named_numbers(columns: Sequence[str], values: Sequence[Any]) -> str:
+    """Return the numbers of a row with their names, each part of a test set only once: `small R@1 94.9, R@5 97.6`."""
+    words, last = [], ""
+    for column, value in zip(columns, values):
+        part, _, name = column.rpartition("/")
+        words.append(f"{name} {value}" if part == last else f"{part} {name} {value}")
+        last = part
+    return ", ".join(words)
+
+
 def results_table(paper: Mapping[str, Any]) -> list[str]:
     """Return the table of the published rows of a paper, each with its config and further options."""
     lines = [cells("row", "published, %", "config and options"), cells(*["---"] * 3)]
     for published in paper["tables"].values():
         for row, (*values, words) in published["rows"].items():
-            results = ", ".join(f"{column} {value}" for column, value in zip(published["columns"], values))
+            results = named_numbers(published["columns"], values)
             _, _, config = words.removesuffix(" --ckpt_path CHECKPOINT").partition("/")
             lines.append(cells(f"{published['title']}, {row}", results or "no numbers", f"`{config}`"))
     return lines
@@ -324,8 +334,8 @@ on the test set, as the papers do, and tests it. At the end it prints the publis
 lines of the config name; if you append options, compare with the row on this page. The numbers here are the papers':
 we have not trained these configs to the end.
 
-- **Less memory**: append `--model.chunk_size 32`, except to the detectors. The result is the same, see
-  [Training](training.md).
+- **Less memory**: append a smaller `--model.chunk_size`, such as 32, except to the detectors. The result is the same,
+  see [Training](training.md).
 - **Hours**: train for two minutes, read `train/images/s` in the progress bar, and give it to
   `python examples/hours.py --images_per_second 400`, which prints the hours of all configs.
 - **Validation classes**: append `--data.val_fraction 0.1` to choose the checkpoint without the test set.
