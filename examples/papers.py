@@ -259,7 +259,7 @@ def named_numbers(columns: Sequence[str], values: Sequence[Any]) -> str:
 
 def results_table(paper: Mapping[str, Any]) -> list[str]:
     """Return the table of the published rows of a paper, each with its config and further options."""
-    lines = [cells("row", "published, %", "config and options"), cells(*["---"] * 3)]
+    lines = [cells("row", "paper, %", "config and options"), cells(*["---"] * 3)]
     for published in paper["tables"].values():
         for row, (*values, words) in published["rows"].items():
             results = named_numbers(published["columns"], values)
