@@ -50,10 +50,7 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/detection.py
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/gradient_sum.py
-	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/step.py
 	$(PYTHON) benchmarks/samplers.py
-	$(PYTHON) benchmarks/data.py
 	$(PYTHON) benchmarks/images.py
 	$(PYTHON) benchmarks/search.py
-	$(PYTHON) benchmarks/startup.py

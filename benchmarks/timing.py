@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli"]
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -84,17 +82,6 @@ def cpu_clock(device: str) -> Callable[[], float]:
     if device == "cpu":
         return time.process_time
     return time.perf_counter
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """CPU time of a process that runs the command with one thread, in seconds."""
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def range_of(name: str, ratios: list[float]) -> dict[str, Any]:

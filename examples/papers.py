@@ -1,26 +1,23 @@
-"""Write what papers.yaml says about the configs of the papers into their comments, docs/reproduce.md and README.md.
+"""Write what papers.yaml says about the configs of the papers into their comments and docs/reproduce.md.
 
 python examples/papers.py
 python examples/papers.py --check     # writes nothing, and fails if a file is not current
 """
 
 import argparse
-import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 EXAMPLES = Path(__file__).parent
 DOCS = EXAMPLES.parent / "docs"
-STUDY_PAGES = ("index.md", "losses.md", "memory.md", "pairs.md")
 WIDTH = 120
-BEGIN, END = "<!-- examples/papers.py writes this table -->\n\n", "\n<!-- end of the table -->"
 MODEL, DATA = "model.init_args", "data.init_args"
 EMBEDDER, OPTIMIZER = f"{MODEL}.embedder.init_args", f"{MODEL}.optimizer"
 # The line of a config that sets a value, the first that exists.
@@ -242,7 +239,7 @@ def commented(table: Table, config: str, text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- the page and the table of the examples
+# --- the page
 
 
 def cells(*values: Any) -> str:
@@ -250,189 +247,123 @@ def cells(*values: Any) -> str:
     return f"| {' | '.join(map(str, values))} |"
 
 
-class Claim(NamedTuple):
-    """A claim that a study has examined."""
-
-    text: str
-    verdict: str
-    data: str
-    link: str
-
-
-def data_of(section: str, claim: str) -> str:
-    """Return what the networks of a study were trained on, given the title of its section and its claim."""
-    if "frozen features" in section or "fine-tuning" in section:
-        return "emoji, a pretrained network"
-    if "emoji" in f"{section} {claim}":
-        return "emoji"
-    return "Glyphs"
+def named_numbers(columns: Sequence[str], values: Sequence[Any]) -> str:
+    """Return the numbers of a row with their names, each part of a test set only once: `small R@1 94.9, R@5 97.6`."""
+    words, last = [], ""
+    for column, value in zip(columns, values):
+        part, _, name = column.rpartition("/")
+        words.append(f"{name} {value}" if part == last else f"{part} {name} {value}")
+        last = part
+    return ", ".join(words)
 
 
-def study_claims() -> list[Claim]:
-    """Return the claims of the studies, and those of the study of detectors."""
-    found = []
-    for page in STUDY_PAGES:
-        text = (DOCS / "study" / page).read_text(encoding="utf-8")
-        claims = claims_of_sections(text)
-        if "\n| experiment | claim | here |\n" in text:
-            claims = re.findall(r"^\| \[(.*?)\]\(#.*?\) \| (.*) \| (.*) \|$", text, re.M)
-        for title, claim, verdict in claims:
-            anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-            found.append(Claim(claim, verdict, data_of(title, claim), f"[{title}](study/{page}#{anchor})"))
-    return [*found, *detection_claims()]
-
-
-def claims_of_sections(text: str) -> list[tuple[str, str, str]]:
-    """Return the title of the section, the claim and the verdict of each claim of a page that has no table of them."""
-    found = []
-    for section in text.split("\n## ")[1:]:
-        title, _, body = section.partition("\n")
-        lines = re.sub(r"\n  ", " ", body)
-        found += [(title, *line) for line in re.findall(r"^- (.*?)\. Here, .*: \*\*(.*)\*\*\.$", lines, re.M)]
-    return found
-
-
-def detection_claims() -> list[Claim]:
-    """Return the claims of the study of detectors, two for each line of its table: the networks begin differently."""
-    _, _, findings = (DOCS / "study" / "detection.md").read_text(encoding="utf-8").partition("\n## Findings\n")
-    titles, _, *rows = [line.strip("| ").split(" | ") for line in findings.splitlines() if line.startswith("|")]
-    found = []
-    for claim, *verdicts in rows:
-        for begin, verdict in zip(titles[1:], verdicts, strict=True):
-            found.append(
-                Claim(claim, verdict, f"GlyphScenes, {begin}", "[A study of detectors](study/detection.md#findings)")
-            )
-    return found
-
-
-def claims_section(published: Mapping[str, Any]) -> list[str]:
-    """Return the lines about what the studies have found on a table or a figure of a paper."""
-    titles = {
-        "study": "Run here, with small networks:",
-        "opposite": "On claims against the paper (**same direction** means that the paper's claim does not hold here):",
-    }
-    lines = []
-    for key, title in titles.items():
-        parts = published.get(key, ())
-        claims = [claim for claim in study_claims() if any(part in claim.text for part in parts)]
-        if claims:
-            here = [f"- {claim.text}: **{claim.verdict}** ({claim.data}; {claim.link})" for claim in claims]
-            lines += [title, "", *here, ""]
-    return lines or ["Run here: not shown.", ""]
-
-
-def results_section(table: Table, published: Mapping[str, Any]) -> list[str]:
-    """Return the lines about a table or a figure of a paper."""
-    lines = [f"### {published['title']}", ""]
-    columns = published["columns"]
-    lines += [cells("", *columns, "command"), cells(*["---"] * (len(columns) + 2))]
-    for row, (*values, words) in published["rows"].items():
-        line = "no config"
-        if words != "none":
-            line = f"`{command(words)}`"
-        lines.append(cells(row, *values, line))
-    if "then" in published:
-        lines += [
-            "",
-            "Then test the checkpoint of a row:",
-            "",
-            *(f"- `{command(words)}`" for words in published["then"]),
-        ]
-    sources = [table["data"][name] for name in published["data"]]
-    named = "; ".join(f"{source['name']} ({source['from']})" for source in sources)
-    lines += ["", f"Data: {named}. {published.get('note', '')}".strip(), ""]
-    return lines + claims_section(published)
-
-
-def grouped_values(table: Table, paper: str) -> list[str]:
-    """Return a table of the values of the configs of a paper that are ours; configs that agree share a line."""
-    configs = {name: entry for name, entry in table["configs"].items() if entry["paper"] == paper}
-    names = list(dict.fromkeys(name for entry in configs.values() for name in entry["values"]))
-    lines = [cells("setting", "configs", "value", "reason"), cells(*["---"] * 4)]
-    for name in names:
-        groups: dict[tuple[str, str], list[str]] = {}
-        for config, entry in configs.items():
-            value = entry["values"].get(name)
-            if value is not None and value[1] == "ours":
-                groups.setdefault((shown(value[0]), origin(value).removeprefix("ours: ")), []).append(Path(config).stem)
-        for (value, reason), members in groups.items():
-            who = ", ".join(members)
-            if len(members) == len(configs):
-                who = "all"
-            lines.append(cells(f"`{name}`", who, value, reason))
+def results_table(paper: Mapping[str, Any]) -> list[str]:
+    """Return the table of the published rows of a paper, each with its config and further options."""
+    lines = [cells("row", "paper, %", "config and options"), cells(*["---"] * 3)]
+    for published in paper["tables"].values():
+        for row, (*values, words) in published["rows"].items():
+            results = named_numbers(published["columns"], values)
+            _, _, config = words.removesuffix(" --ckpt_path CHECKPOINT").partition("/")
+            lines.append(cells(f"{published['title']}, {row}", results or "no numbers", f"`{config}`"))
     return lines
 
 
+def commands_of(configs: Iterable[str]) -> list[str]:
+    """Return a block with the command of the first config that trains, and that of the first that only evaluates."""
+    first: dict[str, str] = {}
+    for config in configs:
+        first.setdefault(subcommand(config), command(config))
+    return ["```text", *(first[name] for name in sorted(first)), "```"]
+
+
 def figure_section(name: str, figure: Mapping[str, Any]) -> list[str]:
-    """Return the lines about a figure that examples/figures.py has drawn."""
-    lines = [f"### {figure['title']}", "", f"![{figure['title']}](images/reproduce/{name}.png)", ""]
-    lines += [f"`python examples/figures.py {name}`. {figure['finding']}", ""]
-    titles, *rows = figure["table"]
-    return [*lines, cells(*titles), cells(*["---"] * len(titles)), *(cells(*row) for row in rows), ""]
+    """Return the lines about a figure that examples/figures.py draws."""
+    text = f"{figure['title']}, drawn by `python examples/figures.py {name}`. {figure['finding']}"
+    return [*paragraph(text), "", f"![{figure['title']}](images/reproduce/{name}.png)", ""]
+
+
+def paragraph(text: str) -> list[str]:
+    """Return a text as lines."""
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def paper_section(table: Table, key: str) -> list[str]:
+    """Return the section of a paper."""
+    paper = table["papers"][key]
+    configs = [config for config, entry in table["configs"].items() if entry["paper"] == key]
+    if "code" not in paper:
+        return [f"## {paper['name']}", "", *paragraph(described(paper)), "", *commands_of(configs), ""]
+    link = f"[official code](https://github.com/{paper['code']}/tree/{paper['commit']})"
+    about = f'{described(paper)} Values marked "code" are from the {link}.'
+    if "hardware" in paper:
+        about += f" The paper used {paper['hardware']}."
+    lines = [f"## {paper['name']}", "", *paragraph(about), ""]
+    lines += [*commands_of(configs), "", *results_table(paper), ""]
+    if "notes" in paper:
+        lines += [*(f"- {text}" for text in paper["notes"]), ""]
+    return [*lines, "What differs:", "", *(f"- {text}" for text in paper["differs"]), ""]
+
+
+def data_table(table: Table) -> list[str]:
+    """Return the table of the data sets."""
+    lines = [cells("data set", "`NAME`", "where"), cells(*["---"] * 3)]
+    for name, data in table["data"].items():
+        where = [data["how"]] if "how" in data else []
+        if "link" in data:
+            where.insert(0, f"[site]({data['link']})")
+        lines.append(cells(data["name"], f"`{name}`", ", ".join(where)))
+    return lines
 
 
 PAGE = """# Reproduce the papers
 
-Each config in `examples/` repeats a line of a paper's tables. For each table and figure of the papers, this page has
-the published numbers in percent, the command, the data, what differs, and what was run here. We have not trained any of
-the configs on the published data sets, nor any network on photographs: the studies here train small networks on Glyphs,
-emoji and drawn scenes, and show a direction at best. The lines with "a pretrained network" begin with ImageNet weights.
-A line says whether its claim holds, with the [verdicts of the study](study/index.md).
+Look up the row in the table of its paper: [Smooth-AP](#smooth-ap), [FastAP](#fastap), [RaMBO](#rambo),
+[ROADMAP](#roadmap) or [AP-GeM](#ap-gem). The last column has the config, in the folder of the paper in `examples/`,
+and the options to append. For example, the row "Table 2, Online Products, batch 224" of Smooth-AP has
+`online_products.yaml --data.classes_per_batch 56`. In a clone of the repository, with the
+[data set](#data-sets) in the folder `Stanford_Online_Products`:
 
-At the end of a run, the callback `PublishedResults` prints the published numbers beside those of the run. It has the
-numbers of one row, which the first lines of the config name: after a command that changes other settings, compare with
-its row on this page.
+```text
+lightning-retrieval check --data StanfordOnlineProducts --root Stanford_Online_Products
+lightning-retrieval fit --config examples/smooth_ap/online_products.yaml --data.root Stanford_Online_Products \\
+    --data.classes_per_batch 56
+```
 
-The comments of a config give the source of each of its values, with one of three marks:
+`check` names the files that a copy lacks, before any training. `fit` trains, chooses the best checkpoint by its results
+on the test set, as the papers do, and tests it. At the end it prints the published numbers of the row that the first
+lines of the config name; if you append options, compare with the row on this page. The numbers here are the papers':
+we have not trained these configs to the end.
 
-- **paper**: the paper states it, in the section or the table that is named;
-- **code**: the official code has it, in the file that is named, at the commit that is named;
-- **ours**: neither states it, or the library differs. These values are also in the tables below, with the reason.
+- **Less memory**: append a smaller `--model.chunk_size`, such as 32, except to the detectors. The result is the same,
+  see [Training](training.md).
+- **Hours**: train for two minutes, read `train/images/s` in the progress bar, and give it to
+  `python examples/hours.py --images_per_second 400`, which prints the hours of all configs.
+- **Validation classes**: append `--data.val_fraction 0.1` to choose the checkpoint without the test set.
+- **Packages**: DeiT, SENet-50 and the detectors need `pip install 'lightning-retrieval[timm]'`.
+- **Where a value is from**: a comment in the config marks each value. "paper" names its section or table, "code" the
+  file of the official code, and "ours" the reason why neither has it or the library differs.
+"""
+FIGURES = """## Figures without a data set
 
-`python examples/papers.py` writes this page, the comments of the configs and the table in `examples/README.md` from
-`examples/papers.yaml`; a test compares what each config builds with that file. `python examples/figures.py` draws the
-figures, each in less than a minute of CPU time.
+These figures of the papers need no published data set. Each is drawn in less than a minute of CPU time, with a small
+network that is trained on the images of [Glyphs](data.md).
+"""
+DATA = """## Data sets
 
-To check a copy of a data set before training: `lightning-retrieval check --data NAME --root FOLDER`. The directory
-structures are in [Data sets](data-sets.md), and the hours that a training takes in [Scaling](scaling.md).
+Each is read as it was unpacked, see [Data](data.md). Check a copy with
+`lightning-retrieval check --data NAME --root FOLDER`.
 """
 
 
 def page(table: Table) -> str:
     """Return docs/reproduce.md."""
-    figures = json.loads((DOCS / "images" / "reproduce" / "figures.json").read_text(encoding="utf-8"))
     lines = [PAGE]
-    for key, paper in table["papers"].items():
-        lines += [f"## {paper['name']}", ""]
-        about = described(paper)
-        if "code" in paper:
-            link = f"[{paper['code']}](https://github.com/{paper['code']}/tree/{paper['commit']})"
-            about += f" Official code: {link}, commit {paper['commit']}. Hardware: {paper['hardware']}."
-        lines += [about, "", "What differs:", "", *(f"- {text}" for text in paper["differs"]), ""]
-        for published in paper.get("tables", {}).values():
-            lines += results_section(table, published)
-        for name in paper.get("figures", ()):
-            lines += figure_section(name, figures[name])
-        lines += [f"### The values of {paper['name']} that are ours", "", *grouped_values(table, key), ""]
-    return "\n".join(lines)
-
-
-def overview(table: Table) -> str:
-    """Return the table of the configs in README.md."""
-    lines = [cells("config", "paper", "experiment", "published, in percent"), cells(*["---"] * 4)]
-    for config, entry in table["configs"].items():
-        paper = table["papers"][entry["paper"]]
-        name, published = table["data"][dataset(config)]["name"], ""
-        experiment = name
-        if "table" in entry:
-            part, row = entry["table"]
-            tables = paper["tables"][part]
-            *values, _ = tables["rows"][row]
-            experiment = f"{tables['title']}, {row}"
-            published = ", ".join(f"{column} {value}" for column, value in zip(tables["columns"], values))
-        link = f"[{paper['name']}, {Path(config).stem}]({config})"
-        lines.append(cells(link, f"{paper['name']}, {paper.get('venue', 'ours')}", experiment, published))
-    return "\n".join(lines)
+    for key in table["papers"]:
+        lines += paper_section(table, key)
+    lines.append(FIGURES)
+    for name, figure in table["figures"].items():
+        lines += figure_section(name, figure)
+    return "\n".join([*lines, DATA, *data_table(table)]) + "\n"
 
 
 def current_files() -> dict[Path, str]:
@@ -442,9 +373,6 @@ def current_files() -> dict[Path, str]:
     for config in table["configs"]:
         path = EXAMPLES / config
         files[path] = commented(table, config, path.read_text(encoding="utf-8"))
-    readme = EXAMPLES / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    files[readme] = f"{before}{BEGIN}{overview(table)}{END}{rest.partition(END)[2]}"
     files[DOCS / "reproduce.md"] = page(table)
     return files
 

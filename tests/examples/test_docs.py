@@ -172,9 +172,8 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 def commands_not_run(page):
-    """The commands in blocks of text, and those in the tables of docs/reproduce.md, which need published data sets."""
+    """The commands in blocks of text."""
     texts = [block.text.replace("\\\n", " ") for block in blocks_of(page) if block.language == "text"]
-    texts += re.findall(r"`(lightning-retrieval \w+ --config examples/.*?)`", page.read_text(encoding="utf-8"))
     found = re.findall(r"^(?:\$ )?lightning-retrieval (.*)$", "\n".join(texts), flags=re.MULTILINE)
     return [shlex.split(words.replace("--ckpt_path CHECKPOINT", ""), comments=True) for words in dict.fromkeys(found)]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.transforms import v2
 
-from examples.papers import loss_settings
+from examples.papers import command, current_files, loss_settings
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.cli.fit import RetrievalCLI
 from lightning_retrieval.cli.main import main
@@ -262,6 +262,21 @@ def test_the_published_results_that_a_config_prints_are_those_of_its_row(config)
     assert of_config["results"] == {name: pytest.approx(percent / 100) for name, percent in results}
     assert f"{published['title'].partition(',')[0]}, " in of_config["source"]
     assert row in of_config["source"]
+
+
+@pytest.mark.parametrize("paper", [name for name, paper in PAPERS.items() if "tables" in paper])
+def test_the_options_of_a_published_row_are_valid(paper, monkeypatch, capsys):
+    monkeypatch.chdir(EXAMPLES.parent)
+    for published in PAPERS[paper]["tables"].values():
+        for *_, words in published["rows"].values():
+            _, *options = command(words.replace(" --ckpt_path CHECKPOINT", "")).split()
+            with pytest.raises(SystemExit) as ended:
+                main([*options, "--print_config"])
+            assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_the_comments_and_the_page_are_current():
+    assert [path.name for path, text in current_files().items() if path.read_text(encoding="utf-8") != text] == []
 
 
 def test_the_table_has_every_config():
