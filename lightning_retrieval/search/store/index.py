@@ -175,7 +175,7 @@ class RetrievalIndex:
         4
 
     Cost:
-        `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
+        `docs/search.md` lists the bytes of a row for each kind of factory string.
 
     Threads:
         Threads may search, add and remove at the same time. Each call is atomic: no call sees the index during a

@@ -206,7 +206,7 @@ class MilvusStore:
         >>> store.close()
 
     Cost:
-        `docs/scaling.md` compares the speed with faiss.
+        `benchmarks/stores.py` compares the speed with faiss.
 
     Relations:
         `RetrievalIndex` keeps an index in memory and in a folder, without a database. With `--store milvus:URI`, the
