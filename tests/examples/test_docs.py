@@ -10,8 +10,8 @@ says what it is:
     yaml     is written to the file that its title names, for a later command
     text     output, directory trees and formulas: not run; the options of commands in it must exist
 
-Training stops after two batches. Nothing is downloaded: commands with `--weights DEFAULT` get a file of random weights. Commands that create the environment are not run here;
-`.ci/run` starts with them.
+Training stops after two batches. Nothing is downloaded: commands with `--weights DEFAULT` get a file of random weights.
+Commands that create the environment are not run here; `.ci/run` starts with them.
 """
 
 import doctest
