@@ -10,8 +10,8 @@ says what it is:
     yaml     is written to the file that its title names, for a later command
     text     output, directory trees and formulas: not run; the options of commands in it must exist
 
-Training stops after two batches and downloads no weights. Commands that create the environment are not run here;
-`.ci/run` starts with them.
+Training stops after two batches. Nothing is downloaded: commands with `--weights DEFAULT` get a file of random weights.
+Commands that create the environment are not run here; `.ci/run` starts with them.
 """
 
 import doctest
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from PIL import Image
+from torchvision.models import get_model
 
 from lightning_retrieval.cli.main import main
 from tests.examples.scripts import run_script
@@ -126,7 +128,7 @@ def run_block(block, page, namespace, monkeypatch):
 def run_command(command, monkeypatch):
     if command[:3] == ["python", "-m", "lightning_retrieval.cli"]:
         command = ["lightning-retrieval", *command[3:]]
-    program, *words = command
+    program, *words = with_random_weights(command)
     if any(command[: len(start.split())] == start.split() for start in ENVIRONMENT):
         return
     if program == "lightning-retrieval":
@@ -142,6 +144,17 @@ def run_command(command, monkeypatch):
     else:
         assert program == "python", f"this test does not know how to run {shlex.join(command)}"
         run_script(words[0], *words[1:], *SHORT_SCRIPTS.get(words[0], []), monkeypatch=monkeypatch)
+
+
+def with_random_weights(command):
+    """The command with a file of random weights in place of `--weights DEFAULT`, which would be downloaded."""
+    if "DEFAULT" not in command:
+        return command
+    name = command[command.index("--backbone") + 1]
+    file = Path(f"{name}.pt")
+    if not file.exists():
+        torch.save(get_model(name).state_dict(), file)
+    return [str(file) if word == "DEFAULT" else word for word in command]
 
 
 def write_files_of_a_reader(folder):
