@@ -34,6 +34,7 @@ CLASSES = ("deepest", "top")
 MOST_DEPTH = 100  # of the folder of a class
 CURE = (
     "images lie as <class>/<image>, with categories=True as <category>/<class>/<image>, and with `classes` at any depth"
+    "; without class folders, a table gives the class of each image (ImageTable)"
 )
 
 Classes = Literal["deepest", "top"] | int | None

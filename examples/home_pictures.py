@@ -1,4 +1,4 @@
-"""Draws the two pictures of the documentation's home page: searches among glyphs and among photographs.
+"""Draws a picture of each of the documentation's first two pages: searches among glyphs and among photographs.
 
 apt-get download tuxpaint-stamps-default && dpkg -x tuxpaint-stamps-default_*.deb stamps
 pip install -e '.[offline-weights]'
