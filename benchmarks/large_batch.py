@@ -15,9 +15,9 @@ the step that keeps all graphs and as many forward passes without a graph as the
 with one thread; the time is CPU time on a CPU.
 
 With `--networks`, the memory of a chunk is estimated for several networks: the tensors that autograd stores for the
-backward pass of one image, in float32 and in bfloat16, are added up, and the chunk is the largest power of two for which
-16 bytes for each parameter (weights, gradients and AdamW) and 1.5 times the stored tensors fit into 7 GiB, which a GPU of
-8 GB has left beside CUDA itself. Nothing runs on a GPU for it.
+backward pass of one image, in float32 and in bfloat16, are added up, and the chunk is the largest power of two for
+which 16 bytes for each parameter (weights, gradients and AdamW) and 1.5 times the stored tensors fit into 7 GiB, which
+a GPU of 8 GB has left beside CUDA itself. Nothing runs on a GPU for it.
 """
 
 import os
