@@ -3,6 +3,7 @@ does that cost in time?
 
     python benchmarks/large_batch.py             # about ten minutes on two cores
     python benchmarks/large_batch.py --kept      # what keep_graphs saves, about three minutes
+    python benchmarks/large_batch.py --networks  # which chunks fit into a GPU of 8 GB, by an estimate, seconds
 
 The model is ResNet-18 without its last layer, in train mode, on images of 128 x 128; the loss is Smooth-AP of the whole
 batch. The step in chunks of 32 and the plain step, which embeds the batch at once, are timed alternately: on the same
@@ -12,6 +13,11 @@ that a step adds to the network and the images, gradients included, measured in 
 With `--kept`, a step in 16 chunks of 16 images of 64 x 64 is timed for several numbers of kept graphs, and compared to
 the step that keeps all graphs and as many forward passes without a graph as the step has further ones. All run in turn
 with one thread; the time is CPU time on a CPU.
+
+With `--networks`, the memory of a chunk is estimated for several networks: the tensors that autograd stores for the
+backward pass of one image, in float32 and in bfloat16, are added up, and the chunk is the largest power of two for
+which 16 bytes for each parameter (weights, gradients and AdamW) and 1.5 times the stored tensors fit into 7 GiB, which
+a GPU of 8 GB has left beside CUDA itself. Nothing runs on a GPU for it.
 """
 
 import os
@@ -34,10 +40,18 @@ from timing import (
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
+from lightning_retrieval import Embedder
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.training.chunked import chunked_backward
 
 CHUNK, SMALL, PER_CLASS, MIB = 32, 64, 4, 1 << 20
+NETWORKS = {
+    "resnet18": 224,
+    "resnet50": 224,
+    "timm/vit_small_patch14_dinov2.lvd142m": 224,
+    "timm/vit_base_patch14_dinov2.lvd142m": 224,
+}
+FREE, PER_PARAMETER, HEADROOM = 7 << 30, 16, 1.5  # bytes that a GPU of 8 GB has left, and the estimate's terms
 # The targets: memory relative to the batch of 64, and time relative to the plain step.
 MOST_MEMORY, MOST_TIME = 1.15, 1.40
 
@@ -112,6 +126,47 @@ def compare_kept_graphs(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def stored_bytes(model: nn.Module, images: Tensor, half: bool) -> int:
+    """Bytes of the tensors that autograd stores for the backward pass, without parameters, each storage once."""
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            embeddings = model(images)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in storages.values()]
+        del embeddings
+    return sum(sizes)
+
+
+def largest_chunk(parameters: int, bytes_of_an_image: float) -> int:
+    """The largest power of two whose chunk is estimated to fit."""
+    images = (FREE - PER_PARAMETER * parameters) / (HEADROOM * bytes_of_an_image)
+    return 1 << (int(images).bit_length() - 1)
+
+
+def estimate_chunks(quick: bool) -> list[dict[str, Any]]:
+    """What one image stores in each network, and the chunk that fits."""
+    rows: list[dict[str, Any]] = []
+    for name, side in {"resnet18": 64}.items() if quick else NETWORKS.items():
+        model = Embedder(name, 512, image_size=side).train()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        row: dict[str, Any] = {"network": name, "pixels": side, "parameters, million": parameters / 1e6}
+        for precision, half in (("float32", False), ("bf16-mixed", True)):
+            # The difference, because casts of the weights to bfloat16 are stored once, not for each image.
+            one, two = (stored_bytes(model, torch.rand(number, 3, side, side), half) for number in (2, 4))
+            an_image = (two - one) / 2
+            row[f"{precision}: MiB an image"] = an_image / MIB
+            row[f"{precision}: chunk"] = largest_chunk(parameters, an_image)
+        rows.append(row)
+    return rows
+
+
 def verdict(what: str, value: float, most: float) -> str:
     return f"| {what} | {value:.3f} | at most {most} | {'met' if value <= most else 'missed'} |"
 
@@ -126,12 +181,17 @@ def main() -> None:
     options = arguments(
         "A training step on a large batch that is embedded in chunks, compared with the plain step.",
         kept="measure what keep_graphs saves instead",
+        networks="estimate instead which chunks of several networks fit into a GPU of 8 GB",
     )
     device, quick = options.device, options.quick
     if options.kept:
         title = "ResNet-18, Smooth-AP, a step in chunks that keep their graphs; CPU time on a CPU"
         kept_rows = compare_kept_graphs(device, quick)
         report(title, environment(device, "torchvision"), kept_rows, options.json)
+        return
+    if options.networks:
+        title = "Estimated memory of an image's graph, and the chunk that fits into a GPU of 8 GB"
+        report(title, environment("cpu", "torchvision", "timm"), estimate_chunks(quick), options.json)
         return
     side, chunk, small, batches = 128, CHUNK, SMALL, (64, 128, 256, 512, 1024)
     if quick:

@@ -116,7 +116,7 @@ def test_a_subclass_in_automatic_optimization_returns_its_loss():
 
 
 class OwnStep(pl.LightningModule):
-    """A module of a user with chunks, as docs/own-module.md shows it."""
+    """A module of a user with chunks, as docs/training.md shows it."""
 
     automatic_optimization = False
 
