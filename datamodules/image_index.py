@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,6 +188,24 @@ def folders_of_splits(folders: Iterable[str], argument: str = "root") -> dict[st
         return {}
     found = splits_by_use(named, argument)
     return {split: found[split] for split in sorted(found, key=[*USES, *named].index)}
+
+
+def class_folders(paths: Sequence[str], argument: str = "images") -> tuple[list[str], list[str] | None]:
+    """The folder of each image, which is its class, below the folder of its split; and the splits if there are several.
+
+    Args:
+        paths: paths of images, relative to one folder. The class of an image in that folder itself is ".".
+        argument: name of the argument with the images, for messages.
+    """
+    folders = [PurePosixPath(path).parent for path in paths]
+    split_of_folder = {}
+    tops = {folder.parts[0] for folder in folders if folder.parts}
+    for split, folder in folders_of_splits(tops, argument).items():
+        split_of_folder[folder] = split
+    if not split_of_folder:
+        return list(map(str, folders)), None
+    splits = [split_of_folder.get(path.partition("/")[0], path.partition("/")[0]) for path in paths]
+    return [str(PurePosixPath(*folder.parts[1:])) for folder in folders], splits
 
 
 def check_no_roles(root: Path, folders: Iterable[str], argument: str = "root") -> None:

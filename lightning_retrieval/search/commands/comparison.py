@@ -43,7 +43,7 @@ OWNER = "compare_losses"
 RESULTS = "comparison.jsonl"  # in the folder of the embeddings
 SPLITS = 3  # ways to divide the classes
 TRAINED, CHOSEN_ON = 0.4, 0.2  # fractions of the classes; the others are tested
-FEWEST_CLASSES = 10
+FEWEST_CLASSES = 6  # two in each part
 ENOUGH_CLASSES = 20  # in the test part
 SEEDS = (0, 1, 2)
 LEARNING_RATES = (1e-3, 3e-4, 3e-3)  # all are tried with a loss that has no settings here
@@ -271,7 +271,7 @@ def compare_losses(
 
     Raises:
         FileNotFoundError: if the embeddings or the table do not exist.
-        ValueError: if there is no such loss, an image has no label, or fewer than 10 classes have several images.
+        ValueError: if there is no such loss, an image has no label, or fewer than 6 classes have several images.
         OSError: if the results cannot be written.
 
     Cost:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from lightning_retrieval.datamodules.image_index import (
     DISTRACTOR,
     ImageIndex,
     check_no_roles,
+    class_folders,
     class_numbers,
-    folders_of_splits,
 )
 from lightning_retrieval.datamodules.table import number_splits
 from lightning_retrieval.datamodules.table_file import read_table
@@ -270,16 +270,10 @@ def check_lists(labelled: LabelledImages, positions: Int[Tensor, " row"]) -> Non
 
 def _of_folder(listed: ListedImages) -> LabelledImages:
     """The images of a folder. The class of an image is the folder that it is in, below that of its split."""
-    folders = [PurePosixPath(path).parent for path in listed.paths]
-    tops = {folder.parts[0] for folder in folders if folder.parts}
+    tops = {path.partition("/")[0] for path in listed.paths if "/" in path}
     check_no_roles(listed.root, tops, "images")
-    splits = None
-    split_of_folder = {folder: split for split, folder in folders_of_splits(tops, "images").items()}
-    if split_of_folder:
-        tops_of_images = [path.partition("/")[0] for path in listed.paths]
-        splits = [split_of_folder.get(top, top) for top in tops_of_images]
-        folders = [PurePosixPath(*folder.parts[1:]) for folder in folders]
-    labels, names = class_numbers(list(map(str, folders)))
+    folders, splits = class_folders(listed.paths)
+    labels, names = class_numbers(folders)
     outside = np.flatnonzero(np.array(names)[labels] == ".")
     if len(outside):
         rule = "must have each image in the folder of its class"
