@@ -2,6 +2,7 @@
 
 import os
 import struct
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -269,6 +270,29 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
         found = images[position]["images"].numpy()
         assert found.shape == (16, 16, 3)
         assert all(np.array_equal(found[..., channel], wanted) for channel in range(3))
+
+
+def grey_png(bits, values, transparent):
+    """The content of a PNG file of one row of grey values, of which one is transparent."""
+    row = int("".join(f"{value:0{bits}b}" for value in values).ljust(64, "0"), 2).to_bytes(8)
+    header = struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    pixels = zlib.compress(b"\0" + row[: -(-bits * len(values) // 8)])
+    for kind, data in ((b"IHDR", header), (b"tRNS", struct.pack(">H", transparent)), (b"IDAT", pixels), (b"IEND", b"")):
+        content += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return content
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_a_transparent_grey_shows_the_background(tmp_path, bits):
+    """PNG files hold it in their own number of bits."""
+    most = 2**bits - 1
+    values = [0, 1, most // 3 * 2, most]
+    shades = [[round(value * 255 / most)] * 3 for value in values]
+    for position, value in enumerate(values):
+        (tmp_path / "a.png").write_bytes(grey_png(bits, values, value))
+        wanted = [*shades[:position], [9, 200, 9], *shades[position + 1 :]]
+        assert np.asarray(read_image(tmp_path / "a.png", background=(9, 200, 9)))[0].tolist() == wanted
 
 
 @pytest.mark.refusal
