@@ -160,13 +160,17 @@ def open_image(file: Any) -> ImageFile.ImageFile:
     except Image.DecompressionBombError as error:
         raise ValueError(f"{error}; set PIL.Image.MAX_IMAGE_PIXELS = None to read images of any size") from None
     if isinstance(image, TiffImageFile):
+        image.filename = (
+            ""  # Pillow maps a file with a name into memory, with the height and width of the upright image
+        )
         try:
             _check_tiff(image)
         except Exception:
             image.close()
             raise
-    if image.format == "PNG" and "transparency" in image.info:
-        image.info["transparency"] *= FACTORS.get(image.tile[0][3], 1)  # type: ignore[arg-type]
+    for tile in image.tile:
+        if tile[3] in FACTORS and "transparency" in image.info:
+            image.info["transparency"] *= FACTORS[tile[3]]
     return image
 
 
@@ -224,9 +228,7 @@ def in_colours(image: Image.Image, channels: int, background: Sequence[int], lea
     image = upright(image)
     if image.mode != "RGB" or "transparency" in image.info:
         image = to_rgb(image, background)
-    if channels == 1:
-        return image.convert("L")
-    return image
+    return image.convert("L") if channels == 1 else image
 
 
 def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image:
@@ -252,7 +254,7 @@ def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
-    low, high = int(values.min()), int(values.max())
+    low, high = values.min(), values.max()
     if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
         raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
     scaled = Image.fromarray(((values + 128) // 257).astype(np.uint8))
@@ -323,9 +325,7 @@ def orientation(image: Image.Image) -> int:
         raise
     except Exception:  # Pillow's parser raises errors of many types
         return 1
-    if value in ROTATIONS:
-        return int(value)
-    return 1
+    return int(value) if value in ROTATIONS else 1
 
 
 def upright_size(image: Image.Image) -> Size:

@@ -149,6 +149,20 @@ def test_a_tiff_file_has_its_pixels(name, tmp_path):
     assert np.abs(np.asarray(read_image(tmp_path / "a.tif")).astype(int) - pixels).max() <= 1
 
 
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16"])
+def test_a_tiff_file_that_is_not_compressed_is_upright(tmp_path, mode):
+    """Pillow maps it into memory."""
+    grey = Image.fromarray(DEEP[..., 0] if mode == "I;16" else (DEEP[..., 0] // 256).astype(np.uint8))
+    image = grey if grey.mode == mode else grey.convert(mode)
+    image.save(tmp_path / "a.tif")
+    lying = np.asarray(read_image(tmp_path / "a.tif"))
+    turned = [lying, lying[:, ::-1], lying[::-1, ::-1], lying[::-1]]
+    turned += [pixels.transpose(1, 0, 2) for pixels in (lying, lying[::-1], lying[::-1, ::-1], lying[:, ::-1])]
+    for orientation, wanted in enumerate(turned, 1):
+        image.save(tmp_path / "a.tif", tiffinfo={0x0112: orientation})
+        assert np.array_equal(np.asarray(read_image(tmp_path / "a.tif")), wanted)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize("name", WRONGLY_READ)
 def test_a_tiff_file_is_refused_if_other_pixels_would_be_read(name, tmp_path):
