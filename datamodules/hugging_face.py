@@ -57,11 +57,9 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
         rule = "must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the hub has"
         cure = "without a network, download it elsewhere, save it with save_to_disk, and give the folder"
         raise MissingFile(rule, OWNER, "path", got=f"{path} ({first_line(error)})", cure=cure) from error
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InvalidValue("cannot be read", OWNER, "path", got=f"{path} ({first_line(error)})") from error
-    if isinstance(found, Mapping):
-        return dict(found)
-    return {"train": found}
+    return dict(found) if isinstance(found, Mapping) else {"train": found}
 
 
 def _check_files(folder: Path) -> None:
@@ -300,8 +298,9 @@ class HuggingFaceImages(ImageDataModule):
         label_column: the column of classes, integers or text. It may be None if there is a `tag_column`; then each row
             is a class of its own, and rows are split at random.
         category_column: the column of coarser classes, for `sampler="category"`; None for no categories.
-        tag_column: the column of tags, lists of text or of integers, for the rule `SharedTags`; None for no tags.
-        split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. If None, all
+        tag_column: the column of tags, lists of text or of integers, for the rule `SharedTags`; None for no tags. Lists
+            of 0 and 1 for each of at least three tags are multi-hot.
+        split_names: maps a use to the name of a split, such as `{"train": "train", "test": "validation"}`. Without, all
             splits are used under their own names, but for usual ones such as `"validation"`, which becomes `"val"`.
         test_fraction: fraction of the classes of all used splits, between 0 and 1, that form the test set. If None, the
             data set's splits are used as they are. If there is only one split, and `split_names` does not assign it to
@@ -357,7 +356,7 @@ class HuggingFaceImages(ImageDataModule):
         self.label_column = label_column
         if label_column is None and tag_column is None:
             raise InvalidValue("must be given if there is no `tag_column`", OWNER, "label_column", got="None for both")
-        self.split_names = _checked_split_names(split_names)
+        self.split_names = split_names
         self.test_fraction = test_fraction
         if test_fraction is not None:
             with owned_by(OWNER):
@@ -374,7 +373,7 @@ class HuggingFaceImages(ImageDataModule):
         """The splits that are used, and the name of the column of images."""
         found = load_splits(str(self.path), self.config, self.revision)
         used = list(found)
-        if self.split_names is not None:
+        if self.split_names:
             used = list(dict.fromkeys(self.split_names.values()))
         tables = {}
         column = ""
@@ -388,7 +387,7 @@ class HuggingFaceImages(ImageDataModule):
     def read(self) -> Mapping[str, ImageIndex]:
         """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
         tables = {name: self._table(name) for name in self.tables}
-        evaluation_only = self.split_names is not None and "train" not in self.split_names
+        evaluation_only = self.split_names and "train" not in self.split_names
         if self.test_fraction is None and (len(tables) > 1 or evaluation_only):
             splits = {
                 use: tables[name] for use, name in (self.split_names or splits_by_use(tables, "split_names")).items()
@@ -419,11 +418,3 @@ class HuggingFaceImages(ImageDataModule):
         """Create the dataset of the rows of an index."""
         tables, column = self._tables_and_column
         return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
-
-
-def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
-    if split_names is None:
-        return None
-    if not split_names:
-        raise InvalidValue("must name at least one split", OWNER, "split_names", got="none")
-    return dict(split_names)

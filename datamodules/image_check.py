@@ -5,7 +5,6 @@ and the range of sizes.
 """
 
 import hashlib
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.preparation.decoding import truncated_images
 from lightning_retrieval.preparation.preparation import Preparation
-from lightning_retrieval.progress import Progress
+from lightning_retrieval.progress import Progress, usable_cores
 from lightning_retrieval.ranking.relevance import NO_TAG
 
 Count = tuple[int, int]  # numbers of images and of classes
@@ -70,10 +69,8 @@ class DataReport:
     @property
     def ok(self) -> bool:
         """Whether no file is missing or unreadable, there is no problem, and no count differs from published counts."""
-        for found, published in self.splits.values():
-            if published and found not in published:
-                return False
-        return not (self.missing_files or self.unreadable_files or self.problems)
+        as_published = all(found in (published or [found]) for found, published in self.splits.values())
+        return as_published and not (self.missing_files or self.unreadable_files or self.problems)
 
     def add(self, prefix: str, other: "DataReport") -> None:
         """Add the report on a part of the data.
@@ -129,12 +126,7 @@ def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
 
 def _alternatives(published: Sequence[Count], position: int) -> str:
     """The different published numbers of images (position 0) or classes (1), such as `1,000 or 1,200`."""
-    shown: list[str] = []
-    for count in published:
-        number = f"{count[position]:,}"
-        if number not in shown:
-            shown.append(number)
-    return " or ".join(shown)
+    return " or ".join(dict.fromkeys(f"{count[position]:,}" for count in published))
 
 
 def has_classes(index: ImageIndex) -> bool:
@@ -290,7 +282,7 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet], transform: 
 def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
     """Yield the result of reading each image, in order. Threads decode and hash images in parallel."""
     starts = range(0, len(images), IMAGES_PER_TASK)
-    pool = ThreadPoolExecutor(_cores())
+    pool = ThreadPoolExecutor(usable_cores())
     # Pillow's setting for truncated files is global: it must not change while another thread reads.
     with (
         truncated_images(images.load_truncated),
@@ -309,13 +301,6 @@ def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
 def _read_some(images: ImageSet, start: int) -> list[ImageFinding]:
     positions = range(start, min(start + IMAGES_PER_TASK, len(images)))
     return [inspect_image(images, position) for position in positions]
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _without_file(message: str, file: Path | BinaryIO | None) -> str:

@@ -98,15 +98,19 @@ def tag_numbers(tags_of_images: Sequence[Sequence[Any]]) -> tuple[NDArray[np.int
     """Number tags 0, 1, ... in sorted order; a tag that an image has several times counts once.
 
     Args:
-        tags_of_images: the original tags of each image, all of them text or all integers.
+        tags_of_images: the original tags of each image, all of them text or all integers; or multi-hot, which is 0 or 1
+            for each of at least three tags.
 
     Returns:
         The tag numbers of each image, (images, T) with T >= 1, and the original tags as text.
     """
-    different = [list(dict.fromkeys(tags)) for tags in tags_of_images]
-    counts = np.fromiter(map(len, different), np.int64, len(different))
+    longest = max(map(len, tags_of_images))
+    if longest > 2 and {0, 1, "0", "1"}.issuperset(itertools.chain.from_iterable(tags_of_images)):
+        tags_of_images = [list(itertools.compress(itertools.count(), map(int, tags))) for tags in tags_of_images]
+    different = [dict.fromkeys(tags) for tags in tags_of_images]
+    counts = np.array(list(map(len, different)))
     numbers, tags = class_numbers(list(itertools.chain.from_iterable(different)))
-    table = np.full((len(different), max(1, counts.max(initial=0))), NO_TAG)
+    table = np.full((len(different), counts.max(initial=1)), NO_TAG)
     table[np.arange(table.shape[1]) < counts[:, None]] = numbers
     return table, list(map(str, tags))
 

@@ -29,8 +29,9 @@ from lightning_retrieval.invalid import InvalidValue
 
 LARGEST_PIXEL = 2**31  # the smallest number that is too large for boxes of 32 bits
 LARGEST_BLOCK = 1 << 26  # bytes of a CSV file that are parsed at a time; no row may be larger
-# A quote that is not closed in its line joins rows, and Arrow takes one after a space for a part of the value.
-_STRAY_QUOTE = r'[\r\n\x00]|^\s+"'
+# A quote that is not closed in its line joins rows, and Arrow takes one after a space for a part of the value. Of the
+# text "a \"b\" c" it makes a \b\" c".
+_STRAY_QUOTE = r'[\r\n\x00]|^\s+"|^[^"].*\\".*"$'
 # Columns of a table, and the arguments of `ImageIndex` that hold them as they are.
 _GIVEN = {"role": "roles", "box": "boxes", "instance": "instances", "levels": "levels", "text": "texts"}
 _NUMBERED = {"category": "categories", "camera": "cameras"}
@@ -235,7 +236,7 @@ def read_csv(file: Path, delimiter: str = ",") -> Any:
 
     Raises:
         ValueError: if the file is not in UTF-8, a row has more or fewer fields than the header, or a value has several
-            lines, as after a quote that is not closed.
+            lines, as after a quote that is not closed, or quotes that are written as \\".
     """
     import pyarrow
     from pyarrow import compute

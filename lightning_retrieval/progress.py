@@ -1,5 +1,6 @@
 """Progress of long work, with its rate and the remaining time: a bar on a terminal, and lines in a log."""
 
+import os
 import sys
 import time
 from typing import Any
@@ -8,6 +9,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 SECONDS_BEFORE_BAR = 2
 SECONDS_BEFORE_LINES = 30
+
+
+def usable_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Progress:

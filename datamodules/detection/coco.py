@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
+from lightning_retrieval.invalid import InvalidValue, owned, reported_as
 from lightning_retrieval.paths import check_path, find_file
 
 OWNER = "CocoDetection"
@@ -20,7 +20,8 @@ class CocoDetection(BoxDataModule):
     A file has the lists `images` (`id`, `file_name`), `annotations` (`image_id`, `category_id`, `bbox` as left, top,
     width and height in pixels, optionally `iscrowd`) and `categories` (`id`, `name`). Labels are numbered from 1 in the
     order of the categories' ids. Crowds are treated as difficult objects: they are not trained on, and are ignored in
-    evaluation. Images without annotations are kept.
+    evaluation. Objects whose box has no area, of which COCO's training set of 2017 has two, are skipped. Images without
+    annotations are kept.
 
     Args:
         root: the folder that the file names of the images are relative to.
@@ -69,12 +70,10 @@ class CocoDetection(BoxDataModule):
         if val is not None:
             self.files["val"] = check_path("val", val, owner=OWNER)
 
+    @owned
     def read(self) -> Mapping[str, BoxIndex]:
         """Read the file of each split."""
-        splits = {}
-        for name, file in self.files.items():
-            with owned_by(OWNER):
-                splits[name] = read_coco(find_file(self.root, str(file), argument=name))
+        splits = {name: read_coco(find_file(self.root, str(file), argument=name)) for name, file in self.files.items()}
         for name, index in splits.items():
             if index.class_names != splits["train"].class_names:
                 rule = f"must have the categories of the training split, {', '.join(splits['train'].class_names)}"
@@ -94,16 +93,20 @@ def read_coco(path: Path) -> BoxIndex:
         categories = sorted(content["categories"], key=itemgetter("id"))
         label_of = {category["id"]: label for label, category in enumerate(categories, 1)}
         paths = {image["id"]: image["file_name"] for image in content["images"]}
+        if len(paths) < len(content["images"]):
+            raise ValueError("two images have one id")
         objects: dict[Any, tuple[list[Any], list[int], list[bool]]] = {image: ([], [], []) for image in paths}
         for annotation in content["annotations"]:
             left, top, width, height = map(float, annotation["bbox"])
+            if not width * height:
+                continue
             boxes, labels, difficult = objects[annotation["image_id"]]
             boxes.append([left, top, left + width, top + height])
             labels.append(label_of[annotation["category_id"]])
             difficult.append(bool(annotation.get("iscrowd", 0)))
+        names = [category["name"] for category in categories]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         rule = f"{path} must be a JSON file in COCO's format"
         raise InvalidValue(rule, OWNER, got=f"one that cannot be read ({error!r})") from None
-    names = [category["name"] for category in categories]
     with reported_as(OWNER):
         return BoxIndex(list(paths.values()), list(objects.values()), class_names=names)

@@ -160,14 +160,12 @@ def _tag_table(tags: Tags | None) -> NDArray[Any]:
     table = as_array("tags", tags)
     if table.ndim != 2 or table.size == 0:
         raise InvalidValue("must have the shape (images, tags)", argument="tags", got=table.shape)
-    if table.dtype == bool:  # multi-hot
-        table = tags_of_multi_hot(torch.from_numpy(table)).numpy()
-    if table.dtype.kind not in "iu":
+    if table.dtype.kind not in "biu":
         raise InvalidType("must be integers", argument="tags", got=table.dtype)
     if table.min() < NO_TAG:
         raise InvalidValue(f"must be integers >= 0, or {NO_TAG} for no tag", argument="tags", got=table.min())
     numbers = torch.from_numpy(table.astype(np.int64))
-    if is_multi_hot(numbers):
+    if table.dtype == bool or is_multi_hot(numbers):
         return tags_of_multi_hot(numbers).numpy()
     return table
 

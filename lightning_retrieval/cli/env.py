@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from lightning_retrieval.command_line import printable
+from lightning_retrieval.progress import usable_cores
 from lightning_retrieval.version import __version__
 
 DISTRIBUTION = "lightning-retrieval"
@@ -41,13 +42,6 @@ def environment() -> Iterator[tuple[str, str]]:
         yield "LIGHTNING_RETRIEVAL_BACKEND", backend
     for package in packages():
         yield package, installed_version(package)
-
-
-def usable_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _devices() -> Iterator[tuple[str, str]]:

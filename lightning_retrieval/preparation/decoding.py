@@ -61,7 +61,7 @@ FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}
 
 def image_suffixes() -> frozenset[str]:
     """The suffixes, in lower case, of the files in the formats of `image_formats`."""
-    formats = set(image_formats())
+    formats = image_formats()
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in formats)
 
 
@@ -122,20 +122,13 @@ class ImageFiles(NamedTuple):
     others: list[str]
 
 
-def is_unread_picture(path: str) -> bool:
-    """Whether the suffix of a file is that of a picture in a format that Pillow alone does not decode."""
-    return Path(path).suffix.lower() in UNREAD_PICTURES
-
-
 def shown_suffixes(paths: Iterable[str]) -> str:
     """How many files have which suffix, such as `.heic 12, .txt 3`: pictures first, then the most frequent.
 
     Args:
         paths: paths of files that are not read as images.
     """
-    counts: Counter[str] = Counter()
-    for path in paths:
-        counts[Path(path).suffix.lower()] += 1
+    counts = Counter(Path(path).suffix.lower() for path in paths)
     order = sorted(counts, key=lambda suffix: (suffix not in UNREAD_PICTURES, -counts[suffix], suffix))
     shown = first_of([f"{suffix or 'no suffix'} {counts[suffix]:,}" for suffix in order], MOST_SUFFIXES)
     if UNREAD_PICTURES & counts.keys():

@@ -77,6 +77,8 @@ SMALLER = (1, 3, 5, 7)  # values of `SUBFILE_TYPE` for a smaller copy of another
 WHITE_IS_ZERO, RGB, CMYK = 0, 2, 5  # values of `PHOTOMETRIC_INTERPRETATION`
 SIGNED = 2  # value of `SAMPLEFORMAT`
 CANON = b"CR"  # bytes 8 and 9 of Canon's files, CR2
+# Factors by which Pillow scales the values of grey PNG files of 2 and 4 bits, but not the transparent one.
+FACTORS = {"L;2": 85, "L;4": 17}
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -151,22 +153,24 @@ def open_image(file: Any) -> ImageFile.ImageFile:
             or it is a TIFF file that Pillow would read wrongly, or of which it would read a thumbnail.
         OSError: if the file cannot be read, or its content has none of the formats.
     """
-    if isinstance(file, (str, os.PathLike)):
-        mode = os.stat(file).st_mode
-        if stat.S_ISDIR(mode):
-            raise ValueError("it is a folder, not a file")
-        if not stat.S_ISREG(mode):
-            raise ValueError("it is not a regular file, but a FIFO, a socket or a device")
+    if isinstance(file, (str, os.PathLike)) and not stat.S_ISREG(os.stat(file).st_mode):
+        raise ValueError("it is not a regular file, but a folder, a FIFO, a socket or a device")
     try:
         image = Image.open(file, formats=image_formats())
     except Image.DecompressionBombError as error:
         raise ValueError(f"{error}; set PIL.Image.MAX_IMAGE_PIXELS = None to read images of any size") from None
     if isinstance(image, TiffImageFile):
+        image.filename = (
+            ""  # Pillow maps a file with a name into memory, with the height and width of the upright image
+        )
         try:
             _check_tiff(image)
         except Exception:
             image.close()
             raise
+    for tile in image.tile:
+        if tile[3] in FACTORS and "transparency" in image.info:
+            image.info["transparency"] *= FACTORS[tile[3]]
     return image
 
 
@@ -224,9 +228,7 @@ def in_colours(image: Image.Image, channels: int, background: Sequence[int], lea
     image = upright(image)
     if image.mode != "RGB" or "transparency" in image.info:
         image = to_rgb(image, background)
-    if channels == 1:
-        return image.convert("L")
-    return image
+    return image.convert("L") if channels == 1 else image
 
 
 def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image:
@@ -240,7 +242,7 @@ def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image
     if image.mode == "F":
         raise ValueError("it holds floating-point numbers, whose range is unknown; save it in 8 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return _16_bits_to_rgb(image)
+        image = _in_8_bits(image)
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
         if image.mode == "La":  # Pillow can convert La only to LA
             image = image.convert("LA")
@@ -250,13 +252,15 @@ def to_rgb(image: Image.Image, background: Sequence[int] = WHITE) -> Image.Image
     return image.convert("RGB")
 
 
-def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
+def _in_8_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
-    low, high = int(values.min()), int(values.max())
+    low, high = values.min(), values.max()
     if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
         raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
-    scaled = (values + 128) // 257
-    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
+    scaled = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if "transparency" in image.info:
+        scaled.putalpha(Image.fromarray(values != image.info["transparency"]))
+    return scaled
 
 
 def colour(value: str | Sequence[int]) -> Sequence[int]:
@@ -321,9 +325,7 @@ def orientation(image: Image.Image) -> int:
         raise
     except Exception:  # Pillow's parser raises errors of many types
         return 1
-    if value in ROTATIONS:
-        return int(value)
-    return 1
+    return int(value) if value in ROTATIONS else 1
 
 
 def upright_size(image: Image.Image) -> Size:

@@ -22,13 +22,14 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.preparation.decoding import image_files
 from lightning_retrieval.preparation.pixels import MOST_PIXELS
 from lightning_retrieval.preparation.prepare import open_image, reduce_scale, upright, upright_size
-from lightning_retrieval.progress import Progress
+from lightning_retrieval.progress import Progress, usable_cores
 
 RECORD = ".shrunk-"  # begin of the name of a file in the folder of the copies, which ends with their size
 QUALITY = 95  # of JPEG, WebP and AVIF files
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "TGA", "JPEG2000", "AVIF")  # in which copies are written
 OTHER_FORMATS = {"MPO": "JPEG"}  # format of the copy of an image of several pictures
-PALETTES = {"P": "RGB", "PA": "RGBA", "1": "L"}  # the modes in which pixels can be averaged
+# The modes in which pixels can be averaged; Pillow averages the swapped bytes of I;16B.
+AVERAGED = {"P": "RGB", "PA": "RGBA", "1": "L", "I;16B": "I"}
 # What was done with an image: a copy with fewer pixels; a copy of the file, because the image is small or cannot be
 # written in its format; nothing, because there is a copy.
 RESIZED, COPIED, KEPT = OUTCOMES = ("resized", "copied", "kept")
@@ -67,7 +68,7 @@ def shrink_images(
     counts, skipped = Counter[str](), {}
     with (
         warnings.catch_warnings(),
-        ThreadPoolExecutor(workers or os.cpu_count()) as pool,
+        ThreadPoolExecutor(workers or usable_cores()) as pool,
         Progress("Shrinking", total=len(paths), units="images") as progress,
     ):
         warnings.simplefilter("ignore")  # Pillow warns about the metadata of some files
@@ -130,10 +131,12 @@ def _encoded(image: Any, size: int) -> bytes | None:
     new_size = max(size, round(width * scale)), max(size, round(height * scale))
     reduce_scale(image, (2 * new_size[1], 2 * new_size[0]), (height, width))
     whole = upright(image)
-    mode = PALETTES.get(whole.mode, whole.mode)
+    mode = AVERAGED.get(whole.mode, whole.mode)
     if "transparency" in whole.info:
         mode = "RGBA"
     resized = whole.convert(mode).resize(new_size, Image.Resampling.LANCZOS)
+    if whole.mode == "I;16B":
+        resized = resized.convert("I;16")
     resized.info = {}  # nothing else of the image's metadata is written
     stream = io.BytesIO()
     try:

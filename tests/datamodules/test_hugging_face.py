@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
+from lightning_retrieval import SharedTags
 from lightning_retrieval.datamodules import CategorySampler, HuggingFaceImages, ImageFolder
 from tests.datamodules.pictures import TINY, as_it_is
 
@@ -124,6 +125,20 @@ def test_tags_are_numbered_for_all_splits_together(tmp_path, kind):
     assert data.splits["train"].names is None
     one = HuggingFaceImages(tmp_path / "set", split_names={"train": "test"}, **settings)
     assert [len(index) for index in one.splits.values()] == [1, 1]  # half of the rows
+
+
+def test_multi_hot_lists_are_tags(tmp_path):
+    """Images are relevant to each other if they share a tag, not if both lack or both have any."""
+    hot = [[1, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]]
+    features = datasets.Features({"image": datasets.Image(), "kinds": datasets.Sequence(datasets.Value("int8"))})
+    table = datasets.Dataset.from_dict({"image": [encoded(i) for i in range(6)], "kinds": hot}, features=features)
+    table.save_to_disk(tmp_path / "set")
+    settings = {"label_column": None, "tag_column": "kinds", "test_fraction": 0.5, **PLAIN}
+    for images in HuggingFaceImages(tmp_path / "set", **settings).splits.values():
+        relevant, _ = SharedTags().masks(*[torch.from_numpy(images.tags)] * 2)
+        of_images = [hot[int(path.split("/")[1])] for path in images.paths]
+        wanted = [[any(x and y for x, y in zip(a, b)) for a in of_images] for b in of_images]
+        assert relevant.tolist() == wanted
 
 
 def test_rows_that_were_selected_or_moved(tmp_path):

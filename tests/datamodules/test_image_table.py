@@ -402,6 +402,8 @@ WRONG_ROWS = {
     "two quotes at the start": (quoted(2, start=5, again=9), "line 5"),
     "quoted label": (quoted(1, start=5, end=9), "line 5"),
     "quoted image": (quoted(0, start=5, end=6), "line 5"),
+    "quotes after backslashes": ('image,label\na.jpg,1\nb.jpg,"a \\"red\\" shoe"\n', "line 3"),
+    "quotes after backslashes without quotes": ('image,label\na.jpg,1\nb.jpg,a \\"red\\"\n', "line 3"),
     "quotes in another column": (quoted(2, start=5, end=9), "line 5"),
     "quotes in a table whose values occur once": (quoted(2, classes=40, start=5, end=9), "line 5"),
 }

@@ -189,7 +189,6 @@ TABLE = {
         (lambda: rows(label_column=None), InvalidValue, "label_column"),
         (lambda: rows(tag_column="words").splits, InvalidValue, "tag_column"),
         (lambda: rows(tag_column="label").splits, InvalidValue, "tag_column"),
-        (lambda: rows(split_names={}), InvalidValue, "split_names"),
         (lambda: rows(split_names={"train": "tset"}).splits, InvalidValue, "split_names"),
         (lambda: rows(splits=("train", "validation", "dev")).splits, InvalidValue, "split_names", "'dev'"),
         (lambda: rows(splits=("train", "test")).splits, InvalidValue, ""),

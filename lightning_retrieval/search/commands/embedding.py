@@ -40,7 +40,7 @@ from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.models.retrieval_network import RetrievalNetwork
 from lightning_retrieval.models.sides import Side, side_of_module
 from lightning_retrieval.paths import check_path, cure_of_missing
-from lightning_retrieval.preparation.decoding import image_files, is_unread_picture, shown_suffixes
+from lightning_retrieval.preparation.decoding import UNREAD_PICTURES, image_files, shown_suffixes
 from lightning_retrieval.preparation.preparation import Preparation
 from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.progress import Progress
@@ -171,7 +171,7 @@ def images_in_folder(folder: Path) -> ListedImages:
         if found.others:
             got += f", but other files: {shown_suffixes(found.others)}"
         raise InvalidValue("must be a folder of images", argument="images", got=got)
-    pictures = list(filter(is_unread_picture, found.others))
+    pictures = [path for path in found.others if Path(path).suffix.lower() in UNREAD_PICTURES]
     if pictures and rank() == 0:
         shown = printable(shown_suffixes(pictures))
         print(f"Skipped {len(pictures):,} pictures that are not decoded: {shown}.", file=sys.stderr)

@@ -35,6 +35,33 @@ def module(folder, **settings):
     return CocoDetection(folder, train="train.json", test=folder / "test.json", **settings)
 
 
+def write_training(folder, **lists):
+    (folder / "train.json").write_text(json.dumps({**CONTENT, **lists}))
+
+
+@pytest.mark.parametrize("bbox", [[2, 1, 7.5, 0], [2, 1, 0, 3], [0, 0, 0, 0]])
+def test_an_object_without_area_is_left_out(folder, bbox):
+    """The official file of COCO's training set of 2017 has two of them."""
+    flat = {"id": 3, "image_id": 7, "category_id": 90, "bbox": bbox}
+    write_training(folder, annotations=[flat, *CONTENT["annotations"]])
+    index = module(folder).splits["train"]
+    assert [len(index.objects(image).labels) for image in range(2)] == [2, 0]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"images": [{"id": 7, "file_name": "a.png"}, {"id": 7, "file_name": "b/c.png"}]},  # one would be lost
+        {"categories": [{"id": 90}, {"id": 18, "name": "cat"}]},
+    ],
+)
+def test_a_file_that_does_not_say_what_is_what_is_named(folder, lists):
+    write_training(folder, **lists)
+    with pytest.raises(ValueError, match=r"^CocoDetection: .*train\.json"):
+        module(folder).prepare_data()
+
+
 def test_boxes_labels_and_crowds(folder):
     data = module(folder, val="test.json", batch_size=2)
     assert data.class_names == ["cat", "dog"]  # in the order of the ids, 18 and 90

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -148,6 +149,20 @@ def test_a_tiff_file_has_its_pixels(name, tmp_path):
     assert np.abs(np.asarray(read_image(tmp_path / "a.tif")).astype(int) - pixels).max() <= 1
 
 
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16"])
+def test_a_tiff_file_that_is_not_compressed_is_upright(tmp_path, mode):
+    """Pillow maps it into memory."""
+    grey = Image.fromarray(DEEP[..., 0] if mode == "I;16" else (DEEP[..., 0] // 256).astype(np.uint8))
+    image = grey if grey.mode == mode else grey.convert(mode)
+    image.save(tmp_path / "a.tif")
+    lying = np.asarray(read_image(tmp_path / "a.tif"))
+    turned = [lying, lying[:, ::-1], lying[::-1, ::-1], lying[::-1]]
+    turned += [pixels.transpose(1, 0, 2) for pixels in (lying, lying[::-1], lying[::-1, ::-1], lying[:, ::-1])]
+    for orientation, wanted in enumerate(turned, 1):
+        image.save(tmp_path / "a.tif", tiffinfo={0x0112: orientation})
+        assert np.array_equal(np.asarray(read_image(tmp_path / "a.tif")), wanted)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize("name", WRONGLY_READ)
 def test_a_tiff_file_is_refused_if_other_pixels_would_be_read(name, tmp_path):
@@ -269,6 +284,29 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
         found = images[position]["images"].numpy()
         assert found.shape == (16, 16, 3)
         assert all(np.array_equal(found[..., channel], wanted) for channel in range(3))
+
+
+def grey_png(bits, values, transparent):
+    """The content of a PNG file of one row of grey values, of which one is transparent."""
+    row = int("".join(f"{value:0{bits}b}" for value in values).ljust(64, "0"), 2).to_bytes(8)
+    header = struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    pixels = zlib.compress(b"\0" + row[: -(-bits * len(values) // 8)])
+    for kind, data in ((b"IHDR", header), (b"tRNS", struct.pack(">H", transparent)), (b"IDAT", pixels), (b"IEND", b"")):
+        content += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return content
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_a_transparent_grey_shows_the_background(tmp_path, bits):
+    """PNG files hold it in their own number of bits."""
+    most = 2**bits - 1
+    values = [0, 1, most // 3 * 2, most]
+    shades = [[round(value * 255 / most)] * 3 for value in values]
+    for position, value in enumerate(values):
+        (tmp_path / "a.png").write_bytes(grey_png(bits, values, value))
+        wanted = [*shades[:position], [9, 200, 9], *shades[position + 1 :]]
+        assert np.asarray(read_image(tmp_path / "a.png", background=(9, 200, 9)))[0].tolist() == wanted
 
 
 @pytest.mark.refusal

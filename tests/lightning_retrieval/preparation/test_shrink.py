@@ -68,6 +68,19 @@ def test_pixels_are_those_of_the_resized_image(tmp_path):
             assert np.abs(np.asarray(image.convert("RGB")) - wanted).mean() <= largest
 
 
+@pytest.mark.parametrize(("name", "order"), [("a.png", "<"), ("a.tif", "<"), ("a.tif", ">")])
+def test_values_of_16_bits_are_averaged(tmp_path, name, order):
+    """In files of both orders of bytes."""
+    (tmp_path / "photos").mkdir()
+    ramp = np.add.outer(np.arange(40) * 900, np.arange(60) * 400)
+    Image.fromarray(ramp.astype(f"{order}u2")).save(tmp_path / "photos" / name)
+    shrink_images(tmp_path / "photos", tmp_path / "small", 20)
+    with Image.open(tmp_path / "small" / name) as image:
+        found = np.asarray(image).astype(int)
+    means = ramp.reshape(20, 2, 30, 2).mean((1, 3))
+    assert np.abs(found - means)[2:-2, 2:-2].max() < 100  # the filter is no mean at the edges
+
+
 @pytest.mark.parametrize(
     ("orientation", "suffix"),
     [*((orientation, "jpg") for orientation in range(1, 9)), (6, "png"), (5, "tif"), (8, "webp")],
