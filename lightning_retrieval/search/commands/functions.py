@@ -1,4 +1,4 @@
-"""The commands that load a model, as typed functions: the signature and the docstring of each are its options and help.
+"""The commands of search, as typed functions: the signature and the docstring of each are its options and help.
 
 A command returns its exit code: 0, or 1 if some images could not be read. The libraries that it works with take seconds
 to import, so it imports them when it runs.

@@ -16,26 +16,14 @@ import yaml
 from PIL import Image
 
 import lightning_retrieval
-from lightning_retrieval.cli.main import main
+from lightning_retrieval.cli.check import data_modules
+from lightning_retrieval.cli.main import OTHER_COMMANDS, main
 from tests.lightning_retrieval.cli.example_config import IGNORED
 from tests.lightning_retrieval.search.commands.glyph_commands import run
 
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
-COMMANDS = [
-    "check",
-    "adapt",
-    "embed",
-    "export",
-    "index",
-    "report",
-    "search",
-    "demo",
-    "completion",
-    "env",
-    "example",
-    "shrink",
-]
+COMMANDS = list(OTHER_COMMANDS)
 
 # Runs each command line, and prints its exit code, what it wrote and whether torch was imported.
 RUN_EACH = """
@@ -294,3 +282,9 @@ def test_a_command_keeps_the_memory_of_a_batch_for_the_next():
     """The system need not clear its pages, of 4 KiB, again."""
     ended = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 1 << 14
+
+
+def test_the_help_of_check_names_every_data_set(capsys):
+    code, out, _ = run(capsys, "check", "--help")
+    assert code == 0
+    assert set(data_modules()) <= set(re.findall(r"\w+", out))
