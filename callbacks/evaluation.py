@@ -470,10 +470,11 @@ class RetrievalEvaluation(Callback):
         if stage == "test":
             columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
         columns["trained"] = self.results[stage]
-        print("\n" + results_table(columns, intervals), flush=True)
+        # With the last line break: in a notebook, Rich's progress bar would print an unfinished line again and again.
+        print(f"\n{results_table(columns, intervals)}\n", end="", flush=True)
         warning = worse_than_before(columns)
         if warning is not None:
-            print(f"\n{warning}", flush=True)
+            print(f"\n{warning}\n", end="", flush=True)
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:

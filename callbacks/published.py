@@ -75,4 +75,4 @@ class PublishedResults(Callback):
     def _print(self, trainer: pl.Trainer, columns: dict[str, dict[str, float]]) -> None:
         if trainer.is_global_zero and self.results:
             table = results_table({"published": self.results, **columns})
-            print(f"\n{self.source}\n{NOTE}\n{table}", flush=True)
+            print(f"\n{self.source}\n{NOTE}\n{table}\n", end="", flush=True)

@@ -8,10 +8,9 @@ from lightning_retrieval.invalid import MissingPackage
 
 @contextmanager
 def optional_import(message: str, owner: str = "") -> Iterator[None]:
-    """Context that replaces the error of a failed import by one sentence.
+    """Context that replaces the error of a failed import by one sentence, with the reason in parentheses.
 
-    If the package is installed but its import fails, for example because a shared library is missing, the reason is
-    added in parentheses.
+    The reason names the module that is missing, which may be another one that an installed package needs.
 
     Args:
         message: a sentence, with full stop, on what needs the package and how to install it.
@@ -22,15 +21,13 @@ def optional_import(message: str, owner: str = "") -> Iterator[None]:
 
     Example:
         >>> from lightning_retrieval.optional_packages import optional_import
-        >>> with optional_import("mappyng must be installed: pip install mappyng.", "demo"):
+        >>> with optional_import("pip install mappyng.", "demo"):
         ...     import mappyng
         Traceback (most recent call last):
-        lightning_retrieval.invalid.MissingPackage: demo: mappyng must be installed: pip install mappyng.
+        lightning_retrieval.invalid.MissingPackage: demo: pip install mappyng (No module named 'mappyng').
     """
     try:
         yield
-    except ModuleNotFoundError:
-        raise MissingPackage(message, owner) from None
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise MissingPackage(f"{message.removesuffix('.')} ({reason}).", owner) from None

@@ -21,6 +21,7 @@ are imported when it runs, so that help does not wait for torch.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal
 
@@ -88,16 +89,18 @@ def main(args: Any = None) -> None:
             accept a parsed config.
 
     Raises:
-        TypeError: if `args` is a single string or a number.
+        TypeError: if `args` is a single string, or a list with anything but strings.
     """
     configs: list[str] = []
+    with suppress(AttributeError):  # a notebook's output takes all characters, and a program without one has none
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     given = args
     if args is None:
         given = sys.argv[1:]
     is_list = isinstance(given, (list, tuple))
-    if isinstance(given, (str, bytes, int, float)) or (is_list and not all(isinstance(arg, str) for arg in given)):
+    if isinstance(given, str) or (is_list and not all(isinstance(arg, str) for arg in given)):
         rule = "must be a list of strings, such as ['fit', '--config', 'a.yaml']"
-        raise InvalidType(rule, "main", "args", got=f"{given!r} ({type(given).__name__})")
+        raise InvalidType(rule, "main", "args", got=repr(given))
     if is_list:
         command = _parse_command(given)
         if command in LIGHTNING_COMMANDS:
@@ -107,7 +110,7 @@ def main(args: Any = None) -> None:
         if command in OTHER_COMMANDS:
             with read_by_another_program():
                 code = _run(command, given[1:])
-            if code != 0:
+            if code:
                 sys.exit(code)
             return
 

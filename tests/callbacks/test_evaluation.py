@@ -1,5 +1,7 @@
 """RetrievalEvaluation logs the metrics of whole sets in each stage, before training too, and their best values."""
 
+import io
+import sys
 import warnings
 
 import pytest
@@ -9,6 +11,8 @@ import yaml
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
+from rich.console import Console
+from rich.file_proxy import FileProxy
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -352,6 +356,20 @@ def test_best_is_the_highest_number_of_the_run(tmp_path):
     again = make_trainer(run.callbacks[0], max_epochs=1, logger=CSVLogger(tmp_path), num_sanity_val_steps=0)
     again.fit(PointsModule(seed=1))
     assert best_in(tmp_path, 1)["val/mAP"] == pytest.approx(again.callback_metrics["val/mAP"].item())
+
+
+def test_the_results_are_shown_below_a_progress_bar_of_a_notebook(monkeypatch):
+    """There, Rich displays what is printed, and a display first flushes the output, which is Rich's."""
+    shown = []
+
+    def display(*_, **__):
+        sys.stdout.flush()
+        shown.append(True)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(sys, "stdout", FileProxy(Console(force_jupyter=True), io.StringIO()))
+    make_trainer(RetrievalEvaluation(KS)).fit(PointsModule())
+    assert shown
 
 
 class Interrupt(pl.Callback):

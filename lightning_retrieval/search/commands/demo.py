@@ -28,8 +28,8 @@ MEGABYTES, MEGAPIXELS = 20, 64  # maximum file size and image size of an upload
 KEPT, PAUSE = 600, 30  # seconds: how long a visitor's file is kept; time between two deletions
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")  # environment variables, also in upper case
 UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: Gradio's folder for uploads and shown images
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
-ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+ALL_ADDRESSES = ("0.0.0.0", "[::]")
 EXAMPLES = 3  # queries that the empty page offers
 DRAWS, DRAWN_FROM = 24, 100  # random directions, and the number of images near each of which one is drawn
 LONGEST_TEXT = 1000  # characters of a text that is searched for
@@ -109,7 +109,9 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     # Another site can make its name resolve to this machine (DNS rebinding), but its name stays in the header `Host`.
-    names = [host, f"[{host}]"]  # an address of IPv6 is in brackets there
+    if ":" in host:
+        host = f"[{host.strip('[]')}]"  # an address of IPv6 is in brackets there, as in the address of the page
+    names = [host]
     if host in LOOPBACK:
         names = list(LOOPBACK)
     elif host in ALL_ADDRESSES:
@@ -130,8 +132,10 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             prevent_thread_lock=True,
         )
     except OSError as error:
-        rule = f"the page cannot be served on port {port} of {host}, which may be in use"
-        raise Failed(rule, cure="give another `port` or `host`") from error
+        raise Failed(
+            f"the page cannot be served on port {port} of {host}, which may be in use",
+            cure="give another `port` or `host`",
+        ) from error
     return page
 
 

@@ -1,5 +1,6 @@
 """The program finds the command, shows help without importing torch, and the small commands do what they say."""
 
+import io
 import json
 import os
 import platform
@@ -132,6 +133,19 @@ def test_the_output_of_a_command_may_be_read_in_part(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=240)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_names_that_the_output_cannot_hold_are_escaped(encoding, tmp_path, monkeypatch):
+    """As on Windows, if the output goes to a file or another program."""
+    draw(tmp_path, "\u65e5\u672c/a.jpg", "\u65e5\u672c/b.jpg", "c/a.jpg", "c/b.jpg")
+    (tmp_path / "\u65e5\u672c" / "\u58ca.jpg").write_bytes(b"no image")
+    output = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--data", "ImageFolder", "--root", str(tmp_path)])
+    output.flush()
+    assert (ended.value.code, r"\u65e5\u672c/\u58ca.jpg" in output.buffer.getvalue().decode()) == (1, True)
 
 
 def draw(folder, *names):

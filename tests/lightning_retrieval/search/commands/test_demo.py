@@ -48,9 +48,9 @@ def serve(rank, world_size, index, folder, port, *more):
 class Server:
     """A page that is being served."""
 
-    def __init__(self, indexed, folder, *more):
+    def __init__(self, indexed, folder, *more, host="127.0.0.1"):
         port = free_port()
-        self.address, self.folder, self.uploads = f"http://127.0.0.1:{port}", folder, folder / "uploads"
+        self.address, self.folder, self.uploads = f"http://{host}:{port}", folder, folder / "uploads"
         self.uploads.mkdir()
         (folder / "process").mkdir()
         args = (indexed / "index", folder, port, *more)
@@ -99,6 +99,23 @@ def test_a_port_that_is_in_use_is_named(indexed, run_alone):
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         assert str(port) in run_alone(serve_on_a_port, indexed / "index", port)
+
+
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no address of IPv6")
+@pytest.mark.parametrize("given", ["::1", "[::1]"])
+def test_the_page_has_an_address_of_ipv6(given, indexed, tmp_path):
+    pytest.importorskip("gradio")
+    server = Server(indexed, tmp_path, f"--host={given}", host="[::1]")
+    answers = [httpx.get(server.address, headers=headers) for headers in ({}, {"Host": "evil.example"})]
+    server.started.end()
+    assert [answer.status_code for answer in answers] == [200, 400]
 
 
 @pytest.mark.slow
