@@ -332,7 +332,7 @@ lightning-retrieval fit --config examples/smooth_ap/online_products.yaml --data.
 `check` names the files that a copy lacks, before any training. `fit` trains, chooses the best checkpoint by its results
 on the test set, as the papers do, and tests it. At the end it prints the published numbers of the row that the first
 lines of the config name; if you append options, compare with the row on this page. The numbers here are the papers':
-we have not trained these configs to the end.
+this library has not been trained on the whole data sets.
 
 - **Less memory**: append a smaller `--model.chunk_size`, such as 32, except to the detectors. The result is the same,
   see [Training](training.md).
