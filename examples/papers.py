@@ -329,7 +329,7 @@ lightning-retrieval fit --config examples/smooth_ap/online_products.yaml --data.
     --data.classes_per_batch 56
 ```
 
-`check` names the files that a copy lacks, before any training. `fit` trains, chooses the best checkpoint by its results
+`check` names the files that a copy lacks. `fit` trains, chooses the best checkpoint by its results
 on the test set, as the papers do, and tests it. At the end it prints the published numbers of the row that the first
 lines of the config name; if you append options, compare with the row on this page. The numbers here are the papers':
 this library has not been trained on the whole data sets.
