@@ -228,11 +228,7 @@ class ImageFolder(ImageDataModule):
             which 1 is `"top"`. Its name is its path.
         categories: whether each class folder is in the folder of its category. `sampler="category"` uses categories.
         split_seed: determines which classes form the test set.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if `root` does not exist.

@@ -274,11 +274,7 @@ class ImageTable(ImageDataModule):
             "class"}`, or the same as `"image=path,label=class"`. `"oml"` stands for the tables of open-metric-learning,
             with `path`, `is_query` and `is_gallery`.
         delimiter: the character that separates the fields of a CSV file, such as `";"` or a tab.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if the table does not exist.

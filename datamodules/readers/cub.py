@@ -26,11 +26,7 @@ class CUB200(ImageDataModule):
         root: the folder that contains `images.txt`, `image_class_labels.txt` and `images`.
         boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to
             pixels.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing.

@@ -48,11 +48,7 @@ class IJBC(ImageDataModule):
         root: the folder of the release or the re-pack.
         least_instances: minimum number of instances of a person, >= 1. People with fewer instances are skipped, and a
             message gives the number of these people.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing.

@@ -29,11 +29,7 @@ class InShop(ImageDataModule):
         boxes: whether each image is cropped to the clothing item's box in `list_bbox_inshop.txt`.
         high_res: whether images are read from `img_highres` instead of `img`, whose images have 256 x 256 pixels. The
             boxes refer to the images in `img`.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing.

@@ -37,11 +37,7 @@ class INaturalist(ImageDataModule):
         levels: levels of the taxonomy, finest first, out of species, genus, family, order, class, phylum and kingdom;
             species must be one of them. With `levels`, labels have shape (images, levels), for hierarchical losses. If
             None, labels are the species.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.

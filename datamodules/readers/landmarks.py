@@ -37,11 +37,7 @@ class LandmarksClean(ImageDataModule):
     Args:
         root: the folder that contains the lists.
         images: the folder, relative to the root, with the images of the URLs.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if the training list, or the folder with the images of the URLs, is missing.

@@ -64,11 +64,7 @@ class VehicleID(ImageDataModule):
         protocol: `"retrieval"` or `"reid"`.
         select_by_vid: whether the list of a split only selects vehicles, as in FastAP: the split then has all images of
             these vehicles in `attribute/img2vid.txt`, instead of the images in the list.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing.

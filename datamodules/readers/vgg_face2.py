@@ -33,11 +33,7 @@ class VGGFace2(ImageDataModule):
         root: the folder that contains `train/` and `test/`.
         boxes: whether each image is cropped to its box, read from `loose_bb_train.csv` and `loose_bb_test.csv` in
             `bb_landmark/`.
-        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `fill`, `on_error`,
-            `load_truncated`, `val_fraction`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`).
+        settings: those of `ImageDataModule`, such as `image_size` and `classes_per_batch`.
 
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
