@@ -1,8 +1,7 @@
 """`RetrievalMetrics`: all metrics over a full evaluation set; `RandomGalleryMetrics`: over randomly drawn galleries.
 
 To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`, or
-to `EXTRA_METRICS` if it should be computed only on request. The metric is then computed, logged, and returned for each
-query; nothing else has to change.
+to `EXTRA_METRICS` if it should be computed only on request.
 """
 
 import re
