@@ -24,7 +24,6 @@ import numpy as np
 from jaxtyping import Float, Float32, Int64
 
 from lightning_retrieval.checks import first_line, first_of
-from lightning_retrieval.datamodules.image_index import class_folders
 from lightning_retrieval.files import (
     DigestStream,
     delete_temporary_files,
@@ -508,19 +507,15 @@ def labelled_rows(
     Args:
         folder: the folder.
         name: name of the argument that gives the folder, for error messages.
-        labels: the label of each path; if None, the labels in the files. If these have none, the class of an image is
-            the folder that it is in.
+        labels: the label of each path; if None, the labels in the files.
 
     Raises:
         ValueError: if a file is missing or damaged, or a row has no label or is not finite.
     """
     stored = all_rows(folder)
-    found, given = stored.labels, name
-    cure = "embed a folder for each class, or a table with the columns image and label"
+    found, given, cure = stored.labels, name, "embed a table with the columns image and label"
     if labels is not None:
         found, given = list(map(labels.get, stored.paths)), "labels"
-    elif not any(found):
-        found = [folder if folder != "." else None for folder in class_folders(stored.paths)[0]]
     unlabelled = [path for path, label in zip(stored.paths, found) if label is None]
     if labels is not None:
         images = Path(str(folder.manifest.about.get("images")))

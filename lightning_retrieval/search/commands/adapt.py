@@ -19,6 +19,7 @@ from lightning_retrieval.paths import check_path
 from lightning_retrieval.plain_data import describe, rebuild
 from lightning_retrieval.search.commands.embedding import recorded_model, shown_model
 from lightning_retrieval.search.commands.head_training import (
+    LARGEST_LIST,
     LabelledSet,
     read_labelled_set,
     shuffled_classes,
@@ -32,7 +33,6 @@ from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_report import quiet_trainer
 
 OWNER = "adapt_head"
-LARGEST_LIST = 16_384
 HELD_OUT = 0.2  # fraction of the classes that are held out
 FEWEST_CLASSES = 4  # two to train on, and two that are held out
 NORMAL_QUANTILE = 1.96  # for a 95 % interval
@@ -99,7 +99,8 @@ def adapt_head(
         embeddings: folder written by `embed_images`.
         output: file of the new checkpoint.
         loss: loss of this library or of pytorch-metric-learning.
-        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
+        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder, or
+            else the folders of the images, are used.
         columns: the names of the columns of `labels`, if they differ, as for `ImageTable`.
         delimiter: the character that separates the fields of `labels`, if it is a CSV file.
         checkpoint: checkpoint or pretrained backbone that the embeddings were made with; if None, the one that the

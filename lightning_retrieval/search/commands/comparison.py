@@ -9,7 +9,6 @@ import inspect
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,14 @@ from torch.nn.functional import softplus
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
 from lightning_retrieval.files import new_file, writing
-from lightning_retrieval.invalid import InvalidValue, owned_by
+from lightning_retrieval.invalid import InvalidValue, owned_by, reported_as
+from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.models.adapted import Head
-from lightning_retrieval.plain_data.rules import find_class
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.head_training import (
+    LARGEST_LIST,
     LabelledSet,
+    loss_class,
     named_loss,
     path_of_loss,
     read_labelled_set,
@@ -50,7 +51,7 @@ LEARNING_RATES = (1e-3, 3e-4, 3e-3)  # all are tried with a loss that has no set
 MAX_EPOCHS = 100
 BATCH_SIZE = 256
 EMBEDDING_DIM = 128
-UPPER_TAIL = 0.975  # for a 95 % interval
+ERROR = 0.05  # probability that an interval does not contain the true value
 UNTRAINED = "no head"
 
 
@@ -71,7 +72,7 @@ class InfoNCELoss(nn.Module):
         same = labels[:, None] == labels
         negatives = logits.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
         is_pair = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-        return softplus(negatives - logits)[is_pair].mean()
+        return softplus(negatives - logits)[is_pair].sum() / is_pair.sum().clamp(min=1)
 
 
 class Setting(NamedTuple):
@@ -92,14 +93,24 @@ class Setting(NamedTuple):
         if self.loss == "NTXentLoss":
             return InfoNCELoss(**self.arguments)
         arguments = dict(self.arguments)
-        bases = find_class("losses", path_of_loss(self.loss), (nn.Module,)).__mro__
-        if any("num_classes" in inspect.signature(base.__init__).parameters for base in bases):
+        if self.has_proxies:
             arguments |= {"num_classes": classes, "embedding_size": dim}
         return named_loss(self.loss, arguments)
 
+    @property
+    def has_proxies(self) -> bool:
+        """Whether the loss learns vectors for each class, whose number it must be told."""
+        bases = loss_class(self.loss).__mro__
+        return any("num_classes" in inspect.signature(base.__init__).parameters for base in bases)
+
     def typed(self) -> str:
         """The loss as it is written in Python."""
-        return _typed({"class_path": self.loss, "init_args": self.arguments})
+        if self.loss == UNTRAINED:
+            return ""
+        arguments = dict(self.arguments)
+        if self.has_proxies:
+            arguments |= {"num_classes": ..., "embedding_size": ...}
+        return _typed({"class_path": self.loss, "init_args": arguments}).replace("Ellipsis", "...")
 
 
 def _typed(value: Any) -> str:
@@ -164,6 +175,44 @@ class Measured(NamedTuple):
     seconds: float
 
 
+class Parts(NamedTuple):
+    """The parts of a division of the classes."""
+
+    trained: LabelledSet
+    chosen_on: LabelledSet
+    tested: LabelledSet
+
+
+class Results(dict[str, Measured]):
+    """What was measured of heads, in a file of JSON lines, which is written after each of them.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._read()
+
+    def _read(self) -> None:
+        """Add what is in the file, also what another process has written."""
+        try:
+            for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ():
+                key, measured = json.loads(line)
+                super().__setitem__(key, Measured(*measured))
+        except (ValueError, TypeError) as error:
+            cure = "delete it, and the heads are trained again"
+            raise InvalidValue(f"{self._path} is damaged ({error})", cure=cure) from None
+
+    def __setitem__(self, key: str, measured: Measured) -> None:
+        self._read()
+        super().__setitem__(key, measured)
+        lines = [json.dumps(entry) + "\n" for entry in self.items()]
+        with writing(self._path), new_file(self._path) as file:
+            file.write("".join(lines).encode())
+
+
 @dataclass(frozen=True)
 class ComparedLoss:
     """A row of the comparison.
@@ -174,7 +223,7 @@ class ComparedLoss:
         mean_ap: mAP of the test part.
         r_at_1: R@1 of the test part.
         difference: mAP minus that of the best loss.
-        interval: 95 % interval of the difference.
+        interval: 95 % interval of the difference, for all losses together.
         seconds: mean CPU time of a training.
     """
 
@@ -192,16 +241,23 @@ class Comparison:
     """The result of `compare_losses`.
 
     Args:
-        rows: the losses, the best one first, and the features without a head.
+        losses: the losses, the best one first.
+        untrained: the embeddings themselves, without a head.
         classes: number of classes in the test part of a split.
         cells: how many of the `wanted` heads of each loss are compared.
         wanted: number of splits times number of seeds.
     """
 
-    rows: Sequence[ComparedLoss]
+    losses: Sequence[ComparedLoss]
+    untrained: ComparedLoss
     classes: int
     cells: int
     wanted: int
+
+    @property
+    def rows(self) -> list[ComparedLoss]:
+        """The rows of the table."""
+        return [*self.losses, self.untrained]
 
     def about(self) -> str:
         """What was compared."""
@@ -210,35 +266,39 @@ class Comparison:
 
     def conclusion(self) -> str:
         """What the comparison shows."""
-        best, *others = self.rows
-        untrained = next(row for row in others if row.name == UNTRAINED)
-        equal = [row.name for row in others if row is not untrained and row.interval[1] >= 0]
+        best, *others = self.losses
+        equal = [row.name for row in others if row.interval[1] >= 0]
         if self.classes < ENOUGH_CLASSES:
             return (
                 f"Too few classes to tell: the test part of a division has {self.classes}, and at least "
                 f"{ENOUGH_CLASSES} are needed."
             )
-        if untrained.interval[1] >= 0:
-            return f"{best.name} has the highest mAP of all heads, but no head is shown to be better than the features."
+        if self.cells < self.wanted:
+            return "Not complete, so nothing is shown yet."
+        if self.untrained.interval[1] >= 0:
+            return "No head is shown to be better than the embeddings themselves."
+        said = f"{best.name} has the highest mAP"
         if equal:
-            return f"{best.name} has the highest mAP, and is not shown to be different from {', '.join(equal)}."
-        return f"{best.name} is shown to be better than every other loss."
+            said += f", and is not shown to be different from {', '.join(equal)}"
+        elif others:
+            said += ", and is shown to be better than every other loss"
+        return f"{said}.\nTo train the network with it: {self.typed()}"
 
     def typed(self) -> str:
         """What to type to train the network with the best loss."""
-        return f"RetrievalModule(embedder, {self.rows[0].typed}, updates=Updates(gradient_clip_val=1.0))"
+        return f"RetrievalModule(embedder, {self.losses[0].typed}, updates=Updates(gradient_clip_val=1.0))"
 
     def __str__(self) -> str:
         """The table, and what it shows."""
         lines = [["loss", "mAP", "R@1", "minus the best (95 % interval)", "CPU s"]]
         for row in self.rows:
             difference = ""
-            if row is not self.rows[0]:
+            if row is not self.losses[0]:
                 difference = f"{row.difference:+.4f} ({row.interval[0]:+.4f} to {row.interval[1]:+.4f})"
             lines.append([row.name, f"{row.mean_ap:.4f}", f"{row.r_at_1:.4f}", difference, f"{row.seconds:.1f}"])
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-        return f"{table}\n{self.about()}.\n{self.conclusion()}\nTo train the network: {self.typed()}"
+        return f"{table}\n{self.about()}.\n{self.conclusion()}"
 
 
 @owned_by(OWNER)
@@ -263,11 +323,12 @@ def compare_losses(
         losses: names: those of the default have settings that are tried; other losses of this library and of
             pytorch-metric-learning are tried with three learning rates.
         seeds: seeds of the lists, for each of three divisions of the classes.
-        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder are used.
+        labels: CSV or Parquet table with the columns `image` and `label`; if None, the labels in the folder, or
+            else the folders of the images, are used.
         columns: the names of the columns of `labels`, if they differ, as for `ImageTable`.
         delimiter: the character that separates the fields of `labels`, if it is a CSV file.
         embedding_dim: dimension of the heads' embeddings; at most that of the stored embeddings is used.
-        batch_size: number of embeddings in a list, with at most 16 of each class.
+        batch_size: number of embeddings in a list, from 4 to 16,384, with at most 16 of each class.
 
     Raises:
         FileNotFoundError: if the embeddings or the table do not exist.
@@ -276,6 +337,10 @@ def compare_losses(
 
     Cost:
         Memory for all embeddings and for the scores of one list. With five losses, 75 heads are trained.
+
+    Relations:
+        The intervals are for all losses together. They do not contain the choice of the training classes, which
+        is made three times.
 
     Source:
         The interval is that of errors that are correlated within classes and within heads: Cameron, Gelbach and Miller,
@@ -314,19 +379,19 @@ class Tournament:
         embedding_dim: int = EMBEDDING_DIM,
         batch_size: int = BATCH_SIZE,
     ) -> None:
-        if not losses or len(set(losses)) < len(losses):
-            raise InvalidValue("must be different losses", argument="losses", got=list(losses))
-        if not seeds:
-            raise InvalidValue("must not be empty", argument="seeds")
+        for name, values in {"losses": losses, "seeds": seeds}.items():
+            if isinstance(values, str) or not values or len(set(values)) < len(values):
+                raise InvalidValue("must be a list of different values", argument=name, got=values)
         self.seeds = [check_integer("seeds", seed, least=0) for seed in seeds]
-        self.batch_size = check_integer("batch_size", batch_size, least=4)
+        self.batch_size = check_integer("batch_size", batch_size, least=4, most=LARGEST_LIST)
         folder = EmbeddingFolder.load(embeddings)
         self.data = read_labelled_set(folder, labels, TableFormat.checked(columns, delimiter))
         self.embedding_dim = min(check_integer("embedding_dim", embedding_dim, least=1), folder.manifest.dim)
         self.losses: dict[str, list[Setting]] = {}
         for name in losses:
             self.losses[name] = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
-            self.loss_of(self.losses[name][0])
+            with reported_as(OWNER, loss="losses"):
+                as_batch_loss(self.loss_of(self.losses[name][0]))  # raises before anything is trained
         self.losses[UNTRAINED] = [Setting(UNTRAINED)]
         self.splits = [self._divided(split) for split in range(SPLITS)]
         self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
@@ -353,37 +418,42 @@ class Tournament:
     def result(self) -> Comparison:
         """The comparison of the heads in complete cells, of which there must be one."""
         cells = self.complete_cells()
-        queries = torch.zeros(len(cells), int(self.data.labels.max()) + 1, dtype=torch.double)
-        ap, r_at_1 = (torch.zeros(len(self.losses), *queries.shape, dtype=torch.double) for _ in range(2))
+        ap, r_at_1, weights, seconds = self._values(cells)
+        means, means_at_1 = ((weights * values).sum((1, 2)).tolist() for values in (ap, r_at_1))
+        best = max(range(len(self.losses) - 1), key=means.__getitem__)  # the last one is without a head
+        rows = []
+        for number, name in enumerate(self.losses):
+            interval = clustered_interval(ap[number] - ap[best], weights, compared=len(self.losses) - 1)
+            difference = means[number] - means[best]
+            typed = statistics.mode(self.chosen(cell.split, name).typed() for cell in cells)
+            numbers = (means[number], means_at_1[number], difference, interval, seconds[number].mean().item())
+            rows.append(ComparedLoss(name, typed, *numbers))
+        *losses, untrained = rows
+        losses.sort(key=lambda row: row.difference, reverse=True)
+        fewest = min(len(self.splits[cell.split].tested.labels.unique()) for cell in cells)
+        return Comparison(losses, untrained, fewest, len(cells), len(self.cells))
+
+    def _values(self, cells: Sequence[Cell]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """AP and R@1 of each loss, cell and class, weights of cells and classes, and seconds of losses and cells."""
+        weights = torch.zeros(len(cells), int(self.data.labels.max()) + 1, dtype=torch.double)
+        ap, r_at_1 = (torch.zeros(len(self.losses), *weights.shape, dtype=torch.double) for _ in range(2))
         seconds = torch.zeros(len(self.losses), len(cells))
         for row, cell in enumerate(cells):
-            classes, counts = self.splits[cell.split].tested.labels.unique(return_counts=True)
-            queries[row, classes] = counts.double()
+            classes, queries = self.splits[cell.split].tested.labels.unique(return_counts=True)
+            weights[row, classes] = queries.double()
             for number, name in enumerate(self.losses):
                 measured = self._results[self._key(cell, self.chosen(cell.split, name))]
                 ap[number, row, classes] = torch.tensor(measured.ap).double()
                 r_at_1[number, row, classes] = torch.tensor(measured.r_at_1).double()
                 seconds[number, row] = measured.seconds
-        weights = queries / queries.sum()
-        means, means_at_1 = ((weights * values).sum((1, 2)).tolist() for values in (ap, r_at_1))
-        order = sorted(range(len(self.losses)), key=lambda number: -means[number])
-        best = next(number for number in order if number < len(self.losses) - 1)  # the last one is without a head
-        rows = []
-        for number in [best, *(number for number in order if number != best)]:
-            name = list(self.losses)[number]
-            interval = clustered_interval(ap[number] - ap[best], weights)
-            difference = means[number] - means[best]
-            typed = Counter(self.chosen(split, name).typed() for split in {cell.split for cell in cells})
-            numbers = (means[number], means_at_1[number], difference, interval, seconds[number].mean().item())
-            rows.append(ComparedLoss(name, typed.most_common(1)[0][0], *numbers))
-        fewest = min(len(self.splits[cell.split].tested.labels.unique()) for cell in cells)
-        return Comparison(rows, fewest, len(cells), len(self.cells))
+        return ap, r_at_1, weights / weights.sum(), seconds
 
-    def _divided(self, split: int) -> "Parts":
+    def _divided(self, split: int) -> Parts:
         """The three parts of a division of the classes; the images of classes with one image are trained on."""
         labels = self.data.labels
         classes = shuffled_classes(labels, FEWEST_CLASSES, torch.Generator().manual_seed(split))
-        first, second = round(TRAINED * len(classes)), round((TRAINED + CHOSEN_ON) * len(classes))
+        first = round(TRAINED * len(classes))
+        second = max(first + 2, round((TRAINED + CHOSEN_ON) * len(classes)))
         is_chosen_on, is_tested = torch.isin(labels, classes[first:second]), torch.isin(labels, classes[second:])
         return Parts(*map(self.data.where, (~(is_chosen_on | is_tested), is_chosen_on, is_tested)))
 
@@ -420,48 +490,19 @@ class Tournament:
             found = parts.tested.of_classes(None)
             return Measured(0.0, found.ap.tolist(), found.r_at_1.tolist(), 0.0)
         begun = time.process_time()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=()):
             torch.manual_seed(cell.seed)  # proxies begin at random
             head, loss = Head(self.data.embeddings.shape[1], self.embedding_dim), self.loss_of(setting)
             generator = torch.Generator().manual_seed(cell.seed)
             settings = {"batch_size": self.batch_size, "lr": setting.lr, "max_epochs": MAX_EPOCHS}
-            train_head(head, loss, parts.trained, parts.chosen_on, generator=generator, hidden=True, **settings)
+            try:
+                train_head(head, loss, parts.trained, parts.chosen_on, generator=generator, hidden=True, **settings)
+            except InvalidValue as error:
+                rule = f"{setting.typed()} cannot train a head with the learning rate {setting.lr:g} ({error})"
+                raise InvalidValue(rule, argument="losses", cure="compare other losses") from error
         seconds = time.process_time() - begun
         found = parts.tested.of_classes(head)
         return Measured(parts.chosen_on.mean_ap(head), found.ap.tolist(), found.r_at_1.tolist(), seconds)
-
-
-class Parts(NamedTuple):
-    """The parts of a division of the classes."""
-
-    trained: LabelledSet
-    chosen_on: LabelledSet
-    tested: LabelledSet
-
-
-class Results(dict[str, Measured]):
-    """What was measured of heads, in a file of JSON lines, which is written after each of them.
-
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        try:
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-                key, measured = json.loads(line)
-                super().__setitem__(key, Measured(*measured))
-        except (ValueError, TypeError) as error:
-            cure = "delete it, and the heads are trained again"
-            raise InvalidValue(f"{path} is damaged ({error})", cure=cure) from None
-
-    def __setitem__(self, key: str, measured: Measured) -> None:
-        super().__setitem__(key, measured)
-        lines = [json.dumps(entry) + "\n" for entry in self.items()]
-        with writing(self._path), new_file(self._path) as file:
-            file.write("".join(lines).encode())
 
 
 @contextmanager
@@ -476,13 +517,14 @@ def one_thread() -> Iterator[None]:
 
 
 def clustered_interval(
-    differences: Float[Tensor, "heads classes"], weights: Float[Tensor, "heads classes"]
+    differences: Float[Tensor, "heads classes"], weights: Float[Tensor, "heads classes"], *, compared: int = 1
 ) -> tuple[float, float]:
     """The 95 % interval of a weighted mean of differences, which are correlated within a head and within a class.
 
     Args:
         differences: difference of each head and class.
         weights: their weights, with a sum of 1; 0 for a class that a head is not tested on.
+        compared: number of such intervals that are right together with 95 % confidence (Bonferroni).
     """
     mean = float((weights * differences).sum())
     errors = weights * (differences - mean)
@@ -491,17 +533,17 @@ def clustered_interval(
         groups.append(errors.sum(1))
     variances = [float(len(sums) / (len(sums) - 1) * sums.square().sum()) for sums in groups]
     variance = max(sum(variances) - float(errors.square().sum()) * (len(groups) - 1), *variances, 0.0)
-    half = t_quantile(min(map(len, groups)) - 1) * variance**0.5
+    half = t_quantile(min(map(len, groups)) - 1, 1 - ERROR / (2 * max(compared, 1))) * variance**0.5
     return mean - half, mean + half
 
 
-def t_quantile(freedom: int) -> float:
-    """The quantile .975 of Student's t distribution, by an expansion in the degrees of freedom around the normal one.
+def t_quantile(freedom: int, probability: float) -> float:
+    """A quantile of Student's t distribution, by an expansion in the degrees of freedom around the normal one.
 
     Source:
         Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.5.
     """
-    z = statistics.NormalDist().inv_cdf(UPPER_TAIL)
+    z = statistics.NormalDist().inv_cdf(probability)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

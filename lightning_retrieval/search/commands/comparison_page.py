@@ -19,7 +19,7 @@ def write_comparison(page: Path, found: Comparison) -> None:
         page: the file.
         found: the comparison.
     """
-    ends = [0.0, *(end for row in found.rows for end in row.interval)]
+    ends = [0.0, *(end for row in found.losses for end in row.interval)]  # without the embeddings, which may be far off
     low, high = min(ends), max(ends)
     source = Template(PAGE.read_text(encoding="utf-8")).substitute(
         style=shared_style(),
@@ -27,8 +27,7 @@ def write_comparison(page: Path, found: Comparison) -> None:
         low=f"{low:+.3f}",
         high=f"{high:+.3f}",
         rows="".join(_row(row, low, high) for row in found.rows),
-        said=escape(found.conclusion()),
-        typed=escape(found.typed()),
+        said=escape(found.conclusion()).replace("\n", "<br>"),
     )
     with writing(page), new_file(page_target("html", page)) as file:
         file.write(source.encode())
@@ -37,9 +36,8 @@ def write_comparison(page: Path, found: Comparison) -> None:
 def _row(row: ComparedLoss, low: float, high: float) -> str:
     """The HTML of a loss, whose plot reaches from the lowest to the highest end of all intervals."""
     scale = (WIDTH - 2 * MARGIN) / (high - low or 1.0)
-    zero, start, mean, end = (
-        MARGIN + scale * (value - low) for value in (0.0, row.interval[0], row.difference, row.interval[1])
-    )
+    in_row = (0.0, row.interval[0], row.difference, row.interval[1])
+    zero, start, mean, end = (MARGIN + scale * (min(max(value, low), high) - low) for value in in_row)
     lines = [_line("zero", zero, 0, zero, HEIGHT)]
     lines.append(_line("interval", start, HEIGHT / 2, end, HEIGHT / 2))
     lines.append(_line("mean", mean, HEIGHT / 2, mean, HEIGHT / 2))

@@ -371,13 +371,14 @@ def adapt(
     Args:
         embeddings: folder that `embed` wrote.
         output: file of the new checkpoint.
-        compare: compare losses in place of writing a checkpoint, by heads with several settings and seeds. After an
-            interrupt, the same command continues.
+        compare: compare losses in place of writing a checkpoint, by heads with several settings and seeds. Of the
+            other options, only --embeddings, --losses, --html, --labels, --embedding_dim and --batch_size count then.
+            After an interrupt, the same command continues.
         losses: with --compare, a loss in place of the default ones, which are log rank, log rank of longer lists,
             multi-similarity, log rank + multi-similarity and InfoNCE; may be repeated.
         html: with --compare, write the table to this file as an HTML page.
         overwrite: replace the file of --output if it exists.
-        labels: table of image and label, if `embed` had no labels.
+        labels: table of image and label, if `embed` had no labels; else the folder of an image is its class.
         loss: loss of this library or of pytorch-metric-learning.
         loss_args: arguments of the loss, as {"tau": 0.1}.
         embedding_dim: new dimension; by default that of the embeddings, and at most 128 with --compare.
@@ -390,14 +391,16 @@ def adapt(
     Example:
         lightning-retrieval adapt --embeddings out --output adapted.ckpt
     """
+    if (output is None) != compare:
+        raise InvalidValue("must be given, or `compare` in its place", argument="output")
+    if not compare and (losses or html is not None):
+        raise InvalidValue("must be given with `losses` and `html`", argument="compare")
     settings = {"labels": labels, **vars(table)}
     for name, value in {"embedding_dim": embedding_dim, "batch_size": batch_size}.items():
         if value is not None:
             settings[name] = value
     if compare:
         return _compare(embeddings, losses, html, settings)
-    if output is None:
-        raise InvalidValue("must be given", argument="output", cure="`compare` replaces it")
     with imports_of_command():
         from lightning_retrieval.search.commands.adapt import adapt_head, summary
         from lightning_retrieval.search.commands.head_training import named_loss

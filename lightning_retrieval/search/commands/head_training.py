@@ -14,18 +14,22 @@ from torch import Tensor, nn
 
 from lightning_retrieval import losses
 from lightning_retrieval.checks import first_line
+from lightning_retrieval.datamodules.image_index import class_folders
 from lightning_retrieval.datamodules.image_table import check_values
 from lightning_retrieval.datamodules.table_format import TableFormat
 from lightning_retrieval.invalid import InvalidType, InvalidValue
 from lightning_retrieval.losses.third_party import as_batch_loss
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models.adapted import Head
+from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import rebuild
+from lightning_retrieval.plain_data.rules import find_class
 from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.embedding import check_table_given
 from lightning_retrieval.search.commands.index import read_image_rows
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, labelled_rows
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, all_rows, labelled_rows
 
+LARGEST_LIST = 16_384
 LONGEST_GRADIENT = 1.0  # norm to which gradients are clipped, as log rank needs
 MOST_OF_A_CLASS = 16  # images of a class in a list
 PATIENCE = 5  # epochs without a better mAP after which training stops
@@ -85,6 +89,22 @@ def path_of_loss(name: str) -> str:
     return f"pytorch_metric_learning.losses.{name}"
 
 
+def loss_class(name: str) -> type[nn.Module]:
+    """The class of a loss that the user names.
+
+    Raises:
+        ValueError: if there is no such loss.
+    """
+    path = path_of_loss(name)
+    if path.startswith("pytorch_metric_learning."):
+        with optional_import(f"the loss {name} needs pip install pytorch-metric-learning."):
+            import pytorch_metric_learning.losses  # noqa: F401
+    try:
+        return find_class("loss", path, (nn.Module,))
+    except InvalidType as error:  # for a command, whose options are texts, each is a value
+        raise InvalidValue(error.rule, argument="loss", got=name) from None
+
+
 def named_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """The loss that the user names.
 
@@ -94,15 +114,14 @@ def named_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
     Raises:
         ValueError: if there is no such loss, or the arguments are invalid.
+        ModuleNotFoundError: if pytorch-metric-learning is needed.
     """
-    try:
-        return rebuild("loss", {"class_path": path_of_loss(name), "init_args": dict(arguments)}, nn.Module)
-    except InvalidType as error:  # for a command, whose options are texts, each is a value
-        raise InvalidValue(error.rule, argument="loss", got=error.got) from None
+    loss_class(name)
+    return rebuild("loss", {"class_path": path_of_loss(name), "init_args": dict(arguments)}, nn.Module)
 
 
 def read_labelled_set(folder: EmbeddingFolder, table: Path | None, table_format: TableFormat) -> LabelledSet:
-    """The embeddings of a folder, with the labels of a table, or with those in the folder without one."""
+    """The embeddings of a folder, labelled by a table, else as they were written, else by the folders of the images."""
     labels: Mapping[str, str] | None = None
     if table is None:
         check_table_given(None, "labels", table_format)
@@ -113,6 +132,10 @@ def read_labelled_set(folder: EmbeddingFolder, table: Path | None, table_format:
             raise InvalidValue(rule, argument="labels", got=f"{table} with tags", cure="add labels")
         check_values(read, "label")
         labels = {image: read["label"][row] for image, row in row_of.items() if read["label"][row]}
+    stored = all_rows(folder)
+    if labels is None and not any(stored.labels):
+        folders = dict(zip(stored.paths, class_folders(stored.paths)[0]))
+        labels = {path: name for path, name in folders.items() if name != "."} or None
     return LabelledSet(*map(torch.from_numpy, labelled_rows(folder, "embeddings", labels)))
 
 
