@@ -68,12 +68,9 @@ class RetrievalLoss(BatchLoss, ABC):
         depend on the labels; `fullgraph=True` raises.
     """
 
-    # `self_is_positive`: whether a query in its own list is its own positive. `graded`: whether relevance is a level
-    # instead of a bool. `approximates_ap`: whether the value is 1 - an approximation of AP, of which `APMonitor` logs
-    # the error.
-    self_is_positive = True
-    graded = False
-    approximates_ap = False
+    self_is_positive = True  # whether a query in its own list is its own positive
+    graded = False  # whether relevance is a level instead of a bool
+    approximates_ap = False  # whether the value is 1 - an approximation of AP, of which `APMonitor` logs the error
 
     def __init__(
         self, *, reduction: Reduction = "mean", class_balanced: bool = False, include_self: bool = False
@@ -182,7 +179,7 @@ class RetrievalLoss(BatchLoss, ABC):
             formula = self._formula(computed, queries)
             parameters = tuple(p for p in self.parameters() if p.requires_grad)
             if self.reduction == "none":
-                values = computed.count * computed.values(formula, parameters)
+                values = computed.count * computed.values(formula, parameters)  # the weights are those of a mean
                 return values.new_full((len(first),), torch.nan).index_copy(0, computed.rows, values)
             # The mean is scaled afterwards: the gradient of a black-box loss is not linear in the incoming gradient.
             mean = computed.mean(formula, parameters)

@@ -54,10 +54,8 @@ class RankedBatch:
         if ref_emb.shape[1] != self.embeddings.shape[1]:
             got = f"{tuple(ref_emb.shape)} against {tuple(self.embeddings.shape)}"
             raise InvalidValue("must have the dimension of `embeddings`", argument="ref_emb", got=got)
-        given, missing = "ids", "ref_ids"
-        if self.ids is None:
-            given, missing = missing, given
         if (self.ids is None) != (self.lists.references.ids is None):
+            given, missing = ("ref_ids", "ids") if self.ids is None else ("ids", "ref_ids")
             rule = f"was given without `{missing}`"
             raise InvalidValue(rule, argument=given, cure="with `ref_emb` give both or neither")
 
@@ -80,7 +78,7 @@ def _check_rows(prefix: str, embeddings: Tensor, rows: Rows) -> None:
         embeddings: one row for each item.
         rows: labels and ids.
     """
-    name = {"": "embeddings", "ref_": "ref_emb"}[prefix]
+    name = "ref_emb" if prefix else "embeddings"
     check_matrix(name, embeddings)
     check_integers(f"{prefix}labels", rows.labels, len(embeddings), name, levels=True)
     if rows.ids is not None:
@@ -115,7 +113,7 @@ def ranked_batch(
     of_queries = Rows(columns["labels"], columns["ids"])
     references = of_queries
     if ref_emb is not None:
-        check_tensor("ref_emb", ref_emb)  # of pytorch-metric-learning, people give what a miner returns
+        check_tensor("ref_emb", ref_emb)  # users of pytorch-metric-learning give what a miner returns as third argument
         if ref_labels is None:
             raise InvalidValue("was given without `ref_labels`", argument="ref_emb", cure="give both or neither")
         references = Rows(columns["ref_labels"], columns["ref_ids"])
@@ -179,8 +177,8 @@ class BatchLoss(nn.Module):
             ValueError: if shapes do not match, or an embedding is not finite.
             TypeError: if embeddings are not floating point, or labels not integers.
         """
-        columns: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
-        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **columns))
+        keywords: dict[str, Any] = {"ids": ids, "ref_ids": ref_ids, "relevance": relevance, "queries": queries}
+        return self.of_batch(ranked_batch(embeddings, labels, ref_emb, ref_labels, **keywords))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""

@@ -205,7 +205,8 @@ class _PositiveRank(torch.autograd.Function):
         moved_rank = _count_positives_at_least(positives, moved)[here]
         moved_rank += _count_negatives_at_least(lists, present, moved[here])
         gradient[present.query, present.index] = (moved_rank - rank[here]).to(gradient.dtype)
-        return gradient.div_(scale[:, None] * (1 + TINY / ctx.lambda_)), None, None
+        divisor = scale[:, None] * (1 + TINY / ctx.lambda_)  # (query, 1): length * (lambda + TINY)
+        return gradient.div_(divisor), None, None
 
 
 def _rank_changes_of_negatives(

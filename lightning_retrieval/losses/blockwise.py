@@ -135,7 +135,7 @@ def blockwise(
                 of_block = _replace_scores(formula, block, queries.weights[part], upstream[part], totals)
             else:
                 of_block = formula(block)
-            if part.start == 0:  # tensors of each block that live on would keep the memory of freed ones from reuse
+            if part.start == 0:  # one tensor for all: small ones that live on would fragment the freed memory
                 values = of_block.new_empty(len(queries.rows), *of_block.shape[1:])
             values[part] = of_block
             del block, of_block  # freed before the next block is computed
@@ -164,7 +164,7 @@ def _replace_scores(
         upstream: the incoming gradient of their weighted values.
         totals: the gradient of each parameter that needs one, to which that of the block is added.
     """
-    memory = block.scores.detach()
+    storage = block.scores.detach()  # the same memory, without a graph
     with torch.enable_grad():
         block.scores.requires_grad_()
         values = formula(block)
@@ -178,7 +178,7 @@ def _replace_scores(
         )
         for total, of_parameter in zip(totals.values(), of_block):
             total += of_parameter
-    torch.mul(gradient, upstream[:, None], out=memory)
+    torch.mul(gradient, upstream[:, None], out=storage)
     return values.detach()
 
 

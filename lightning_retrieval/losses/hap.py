@@ -48,9 +48,9 @@ def hap(
     positives = block.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i, level_i = at(block.scores, query, i), block.relevant[query, i]  # (pos,), (pos,)
-    lower, levels_below = lower_items(block), number_of_levels_below(block, level_i)
-    # `lower` has a list for each query and level. This index is the list of i's query and of the levels below i's.
-    lower_above = count_above(lower, query * len(block.levels) + levels_below, s_i, h_minus)  # (pos,)
+    lower, level_index = lower_items(block), number_of_levels_below(block, level_i)
+    # `lower` has a list for each query and level: here that of i's query and level, with the items of lower levels.
+    lower_above = count_above(lower, query * len(block.levels) + level_index, s_i, h_minus)  # (pos,)
 
     # All other counts involve relevant items only. Each pair is a relevant i and a relevant j of the same query, as
     # indices into (pos,); j can be i itself.
@@ -61,8 +61,8 @@ def hap(
     others_above = torch.zeros_like(s_i).index_add(0, pair_i, (step & (levels_above >= 0)).to(s_i.dtype))  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
-    rel, rel_sum = relevance_of_levels(block, query, levels_below, alpha)  # (query, level), (query,)
-    rel_i = at(rel, query, levels_below)  # (pos,)
+    rel, rel_sum = relevance_of_levels(block, query, level_index, alpha)  # (query, level), (query,)
+    rel_i = at(rel, query, level_index)  # (pos,)
     counted = step.to(s_i.dtype)  # (pair,)
     if hrank_slopes is not None:
         counted = torch.where(levels_above > 0, soft_step(t, hrank_slopes), counted)

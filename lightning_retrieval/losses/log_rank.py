@@ -18,8 +18,8 @@ pulls every positive to its query.
 
 A batch is a sample of the list that is searched later. If each negative of the batch stands for c of that list, rn_i
 becomes c rn_i. With c = `negative_weight` > 1, the loss is a bound of -log AP as well, but not as close; with c < 1 it
-is none. A positive that all negatives are behind still pushes the closest of them away: a negative that is behind by x
-counts about as much as one that is behind by x - tau log c would without c, while both are well behind.
+is none. A positive above all negatives still pushes the closest of them away: a negative that scores less by x counts
+about as much as one that scores less by x - tau log c counts with c = 1, if both differences are well above tau.
 
 Other losses use the logarithm of a rank, too: WARP weights pairs by it (Usunier et al., ICML 2009; Weston et al., IJCAI
 2011), and RaMBO's recall loss averages log(1 + N_i) (Rolinek et al., CVPR 2020). If exp replaced the softplus,

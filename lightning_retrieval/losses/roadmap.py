@@ -240,7 +240,7 @@ class PairLoss(RetrievalLoss):
 
         if len(computed.rows) > 0:
             counts, _ = blockwise(pairs, computed)
-        else:
+        else:  # without a query, `blockwise` cannot know the number of terms
             counts = pairs(computed.block(slice(0, 0), computed.scores.of(computed.rows)))
         return counts.sum(0)
 

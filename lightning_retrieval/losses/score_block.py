@@ -106,7 +106,7 @@ class Positives:
         number = int((self.counts * self.counts).sum())
         pair = torch.arange(number, device=self.query.device)
         i = torch.searchsorted(end, pair, right=True)  # (pair,)
-        j = pair + (first + count - end)[i]  # (pair,)
+        j = pair + (first + count - end)[i]  # (pair,): the pairs of i begin at end - count, with the positive `first`
         return i, j
 
 

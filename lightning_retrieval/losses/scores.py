@@ -64,7 +64,7 @@ class Scores:
             gradients: those of the tensors, to which it is added; None for a tensor that needs none.
         """
         of_queries, of_references = gradients[0], gradients[-1]
-        in_batch = len(self.given) == 1
+        in_batch = len(self.given) == 1  # then both gradients are the same tensor
         if in_batch and of_queries is not None and len(rows) == len(self._queries):
             # One product with G + G^T instead of two, with G and with G^T.
             of_queries.addmm_(add_transposed(gradient), self._queries)
@@ -133,7 +133,7 @@ class GivenMasks(Relevance):
         candidate = self.candidate[queries[:, 0]]
         return relevant * candidate, candidate
 
-    masks = lists
+    masks = lists  # abstract in the base class, whose `lists` refuses levels of relevance
 
 
 def lists_of_masks(relevant: Levels, candidate: Bool[Tensor, "query gallery"] | None) -> Lists:

@@ -105,9 +105,7 @@ class ThirdPartyLoss(BatchLoss):
         """The name of the loss if it cannot rank references without the query's own copy."""
         if not _accepts_references(self.loss):
             return [type(self.loss).__name__]
-        # TripletMarginLoss then takes positions of references for those of queries.
-        swaps = getattr(self.loss, "swap", False)
-        if swaps:
+        if getattr(self.loss, "swap", False):  # TripletMarginLoss then mistakes references for queries
             return [f"{type(self.loss).__name__}(swap=True)"]
         return []
 
@@ -277,7 +275,7 @@ def _number_of_classes(loss: nn.Module) -> int | None:
     if proxies is None and not _is_of_pytorch_metric_learning(type(loss)):
         return None
     number: int = getattr(loss, "num_classes", 0)
-    if number:  # some losses set it to 0, to record it
+    if number:  # 0 if pytorch-metric-learning records it, but the loss has not set it
         return number
     for weights in (proxies, getattr(loss, "beta", None)):
         if isinstance(weights, Tensor) and weights.ndim > 0 and len(weights) > 1:

@@ -93,7 +93,7 @@ class GlobalBatch:
             self._check_finite()
             raise
         value, named = self._combined(values, terms)
-        scale = 1.0  # so weighted, the values of all processes add up to the loss
+        scale = 1.0  # the values of all processes, times this, add up to the loss
         if not self.divides_queries:
             scale = 1 / world_size()
         self.terms = {f"train/loss/{name}": scale * term for name, term in named.items()}
@@ -130,7 +130,7 @@ class GlobalBatch:
         detach = memory.mode != "one_list"
         stored = memory.with_stored(self.embeddings[-1], rows.labels, rows.ids, detach=detach)
         references: Rows = stored
-        if len(self.rows) > 1:
+        if len(self.rows) > 1:  # without ids, as in `_ranked_batches`
             references = Rows(stored.labels)
         ranked = self._ranked(0, queries, references, stored.embeddings)
         if not memory.started:
@@ -161,7 +161,7 @@ class GlobalBatch:
         return value, named
 
     def parts(self, part: Tensor) -> Float[Tensor, " part"]:
-        """This process's contributions to the loss and its terms, and 0, or NaN if an embedding is not finite.
+        """This process's contributions to the loss and its terms; last a 0, which is NaN if an embedding is not finite.
 
         Args:
             part: the return value of `loss`, without its graph.
@@ -231,23 +231,23 @@ def gather_labels(sides: Sequence[Rows], *, gather: bool = True, equal: bool = F
         ValueError: on all processes, if one of them has no rows, or if they must have equally many and have not.
     """
     sides = [Rows(as_int64("labels", rows.labels), as_int64("ids", rows.ids)) for rows in sides]
-    of_processes = [list(map(len, sides))]
+    counts = [list(map(len, sides))]  # number of rows of each process and side
     if world_size() > 1:
-        local = to_device(of_processes, sides[0].labels.device)
-        of_processes = to_host(gather_rows(local, [1] * world_size())).tolist()
-    if min(map(min, of_processes)) == 0:
+        local = to_device(counts, sides[0].labels.device)
+        counts = to_host(gather_rows(local, [1] * world_size())).tolist()
+    if min(map(min, counts)) == 0:
         rule = "each process needs at least one row of each side of a batch"
-        got = f"{of_processes} rows in rank order"
+        got = f"{counts} rows in rank order"
         raise InvalidValue(rule, got=got, cure="use larger batches, or fewer processes")
-    if (equal or not gather) and of_processes != of_processes[:1] * world_size():
+    if (equal or not gather) and counts != counts[:1] * world_size():
         rule = "with a sharded network or gather=False, all processes must have equally many rows"
-        got = f"{of_processes} rows in rank order"
+        got = f"{counts} rows in rank order"
         raise InvalidValue(rule, got=got, cure="drop the uneven batch, or use batches that their number divides")
     gathered = []
-    for rows, counts in zip(sides, zip(*of_processes)):
+    for rows, of_side in zip(sides, zip(*counts)):
         if gather and world_size() > 1:
-            rows = _gathered_rows(rows, counts)
-        gathered.append(GlobalRows(labels=rows.labels, ids=rows.ids, counts=counts))
+            rows = _gathered_rows(rows, of_side)
+        gathered.append(GlobalRows(labels=rows.labels, ids=rows.ids, counts=of_side))
     return gathered
 
 

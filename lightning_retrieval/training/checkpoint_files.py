@@ -47,7 +47,7 @@ from lightning_retrieval.training.full_sharding import full_tensor, is_sharded, 
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each pretrained parameter
 ADAPTER = ".lora_"  # part of the names of the parameters of adapters
 MODULE = "lightning_retrieval.RetrievalModule"  # class path of the module whose networks `restored_network` reads
-ONLY_TRAINED = ("loss.", "memory.")  # names of the states of a module that its networks do not have begin with these
+ONLY_TRAINED = ("loss.", "memory.")  # how the names of those states begin that a module has, but not its networks
 # Keys of a checkpoint and names of attributes: the preparation of images in evaluation, and that of queries.
 PREPARATIONS = ("preparation", "query_preparation")
 LONGEST_PROBLEM = 200  # characters of torch's list of names in a message
@@ -137,7 +137,7 @@ def _base_names(module: nn.Module) -> list[str]:
             continue
         prefix = ".".join(filter(None, (path, "backbone")))
         for name, value in part.backbone.named_parameters(prefix):
-            if not value.requires_grad and ADAPTER not in name:  # below a new head, adapters are frozen too
+            if not value.requires_grad and ADAPTER not in name:  # adapters are frozen too if only a head is trained
                 names.append(name)
     return names
 
@@ -193,7 +193,7 @@ def _defining_class(module: Any, method: str) -> str:
     return ""
 
 
-@owned_by(MODULE.rpartition(".")[2])
+@owned_by("RetrievalModule")
 def restored_network(checkpoint: Any) -> RetrievalNetwork | None:
     """The networks of a checkpoint of `RetrievalModule`; None for any other file, such as one of a subclass.
 
@@ -232,8 +232,8 @@ def _settings_of_module(checkpoint: Any) -> dict[str, Any] | None:
     if not isinstance(saved, dict) or not isinstance(state, dict):
         return None
     settings = dict(saved)
-    is_of_module = settings.pop("_class_path", MODULE) == MODULE
-    if not is_of_module or settings.pop("_instantiator", None) not in (None, *INSTANTIATORS):
+    cls, instantiator = settings.pop("_class_path", MODULE), settings.pop("_instantiator", None)
+    if cls != MODULE or instantiator not in (None, *INSTANTIATORS):
         return None
     return settings
 
@@ -338,10 +338,10 @@ class ShardedRunCheckpoints:
         alike: dict[str, Any] = {
             f"state_dict/{name}": value for name, value in self.strategy.lightning_module.state_dict().items()
         }
-        for number, (optimizer, saved) in enumerate(zip(self.strategy.optimizers, rest.get("optimizer_states", ()))):
-            for position, parameter in _parameters_by_number(optimizer, saved):
-                for name in saved["state"].get(position, ()):
-                    alike[f"optimizer_states/{number}/state/{position}/{name}"] = parameter
+        for index, (optimizer, saved) in enumerate(zip(self.strategy.optimizers, rest.get("optimizer_states", ()))):
+            for number, parameter in _parameters_by_number(optimizer, saved):
+                for name in saved["state"].get(number, ()):
+                    alike[f"optimizer_states/{index}/state/{number}/{name}"] = parameter
 
         def allocate(name: str, tensor: Tensor) -> Any:
             """A tensor that is sharded like the parameter of this run."""

@@ -178,7 +178,7 @@ class CheckpointedModule(pl.LightningModule):
             self.save_hyperparameters(frame=frame)
             return
         # Lightning compares the given object with each constructor argument in the frames above `frame`. Such a
-        # comparison fails for an array, and a metric equals anything. Above the outermost frame, there is no frame.
+        # comparison fails for an array, and a metric equals anything. So it gets the outermost frame.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects, **kwargs}), frame=frame)
@@ -307,8 +307,10 @@ def _with_complete_parts(arguments: dict[str, Any], module: Any) -> dict[str, An
     complete = dict(arguments)
     for name, value in arguments.items():
         part = getattr(module, name, None)
-        named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
-        if named != unsharded_class(part).__name__:
+        if not isinstance(value, dict):
+            continue
+        class_name = str(value.get("class_path")).rpartition(".")[2]
+        if class_name != unsharded_class(part).__name__:
             continue
         if hasattr(part, "init_args"):
             described = describe(part)

@@ -174,7 +174,7 @@ def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], r
     reserved = torch.empty(reserve, dtype=torch.uint8, device=chunks[0].device)
     statistics, random_state = RunningStatistics(embed, sum(map(len, chunks))), RandomState()
     with _gradients_restored(embed), statistics.unchanged(), random_state.replayed(), torch.enable_grad():
-        for _ in range(2):
+        for _ in range(2):  # the second time, gradients exist
             kept = [embed(chunk) for chunk in chunks]
             while kept:
                 embeddings = kept.pop()

@@ -194,8 +194,9 @@ def _pull_back(
     with statistics.unchanged():  # includes the backward passes, which run checkpointed layers again
         for number in order:
             context = nullcontext if number != order[-1] else last_backward
-            with nullcontext() if number in graphs else states[number].replayed():
-                part = graphs.pop(number) if number in graphs else _embed_chunk(embed, chunks[number])
+            is_kept = number in graphs
+            with nullcontext() if is_kept else states[number].replayed():
+                part = graphs.pop(number) if is_kept else _embed_chunk(embed, chunks[number])
                 with context():
                     if part.requires_grad:
                         part.backward(gradients[number].to(part.dtype))
@@ -243,7 +244,7 @@ class RunningStatistics:
     Args:
         embed: maps inputs to embeddings.
         rows: number of rows of the whole batch.
-        watched: False leaves the layers alone, for a batch that is a single chunk.
+        watched: False leaves the layers alone, for a batch that is a single chunk and embedded once.
     """
 
     def __init__(self, embed: Callable[[Tensor], Tensor], rows: int, *, watched: bool = True) -> None:

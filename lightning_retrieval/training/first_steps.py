@@ -59,7 +59,7 @@ from lightning_retrieval.training.full_sharding import sharded_modules
 from lightning_retrieval.training.optimizers import trainable_parameters, trained_parameters
 from lightning_retrieval.training.sides import Unpacked, chunk_size_of
 
-Row = tuple[Any, str, str]  # whether something is wrong, what it is, and the cure
+Check = tuple[Any, str, str]  # whether something is wrong, what it is, and the cure
 LEAST_ROWS = 2  # number of rows from which batches are not equal by chance
 LEAST_LABELS = 3  # number of different labels from which the labels of batches are not equal by chance
 MANY = 0.25  # fraction of the queries of a batch without a positive, from which on a run warns
@@ -75,7 +75,7 @@ def check_trainer(module: Any) -> None:
         ValueError: if there is such a setting. The message names the setting, and what to use instead.
     """
     trainer = module.trainer
-    rows: list[Row] = [
+    checks: list[Check] = [
         (
             trainer.overfit_batches,
             "Trainer(overfit_batches=...) replaces the sampler, so that batches would no longer hold whole classes",
@@ -91,14 +91,14 @@ def check_trainer(module: Any) -> None:
             "Trainer(accumulate_grad_batches=...) would cut the ranked lists apart",
             "use larger batches, which chunk_size embeds in parts",
         ),
-        *_rows_of_strategy(trainer),
+        *_checks_of_strategy(trainer),
     ]
     for callback in trainer.callbacks:
-        rows += _rows_of(callback, isinstance(trainer.strategy, ModelParallelStrategy))
-    _raise_first(rows)
+        checks += _checks_of(callback, isinstance(trainer.strategy, ModelParallelStrategy))
+    _raise_first(checks)
 
 
-def _rows_of_strategy(trainer: Any) -> list[Row]:
+def _checks_of_strategy(trainer: Any) -> list[Check]:
     """What may be wrong with the strategy of a Trainer."""
     strategy = trainer.strategy
     settings = vars(strategy) | vars(strategy).get("_ddp_kwargs", {})
@@ -131,7 +131,7 @@ def _rows_of_strategy(trainer: Any) -> list[Row]:
 
 
 def keeps_parameters(strategy: Any) -> bool:
-    """Whether a strategy gives optimizers the parameters of the module on a GPU or the CPU, not flat copies of them.
+    """Whether optimizers get the parameters of the module itself, on a GPU or the CPU, and not flat copies of them.
 
     Args:
         strategy: the strategy of a `pytorch_lightning.Trainer`.
@@ -140,10 +140,10 @@ def keeps_parameters(strategy: Any) -> bool:
     return is_known and not isinstance(strategy, (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy))
 
 
-def _rows_of(callback: Any, is_sharded: bool) -> list[Row]:
-    """What may be wrong with a callback of Lightning, whose Tuner adds the two finders."""
+def _checks_of(callback: Any, is_sharded: bool) -> list[Check]:
+    """What may be wrong with a callback of Lightning. The two finders are added by Lightning's Tuner."""
     interval, steps = getattr(callback, "_train_time_interval", None), getattr(callback, "_every_n_train_steps", 0)
-    monitor = getattr(callback, "monitor", None) or "train/"
+    monitor = getattr(callback, "monitor", None)
     return [
         (
             isinstance(callback, StochasticWeightAveraging),
@@ -171,7 +171,7 @@ def _rows_of(callback: Any, is_sharded: bool) -> list[Row]:
             "use every_n_train_steps",
         ),
         (
-            steps > 0 and not monitor.startswith("train/"),
+            steps > 0 and monitor and not monitor.startswith("train/"),
             f"ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={steps}) of Lightning would save before the "
             "validation, with the metric of the validation before it",
             "leave out every_n_train_steps, and add another ModelCheckpoint without monitor for the steps",
@@ -179,9 +179,9 @@ def _rows_of(callback: Any, is_sharded: bool) -> list[Row]:
     ]
 
 
-def _raise_first(rows: Sequence[Row]) -> None:
-    """Raise an error for the first row of what is wrong."""
-    for is_wrong, rule, cure in rows:
+def _raise_first(checks: Sequence[Check]) -> None:
+    """Raise an error for the first thing that is wrong."""
+    for is_wrong, rule, cure in checks:
         if is_wrong:
             raise InvalidValue(rule, cure=cure)
 
@@ -209,7 +209,7 @@ def check_start(module: Any, steps: float) -> None:
         return
     chunk_sizes = [chunk_size_of(module.chunk_size, side) for side in SIDES]
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
-    rows: list[Row] = [
+    checks: list[Check] = [
         (
             module.memory is not None and module.gather is False,
             "a memory must be the same on all processes, which gather=False does not provide",
@@ -226,7 +226,7 @@ def check_start(module: Any, steps: float) -> None:
             "set chunk_size=None, or remove sync_batchnorm",
         ),
     ]
-    _raise_first(rows)
+    _raise_first(checks)
 
 
 def check_filled(module: Any) -> None:
@@ -332,7 +332,7 @@ def check_first_batch(module: Any, unpacked: Sequence[Unpacked], rows: Sequence[
             ids = to_host(gather_rows(ids.long(), of_side.counts))
         if hasattr(loader, "check_batch"):
             loader.check_batch(labels, ids, side=name)
-        elif ids is not None and name is None:  # only images of the same side are in each other's lists
+        elif ids is not None and name is None:  # the lists of two sides ignore ids
             _warn_of_ids(module, finest(labels), ids, is_first=True)
 
 
@@ -383,15 +383,16 @@ def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: S
     """
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
     drawn = [getattr(sampler, "global_batch", None) for sampler in samplers]
-    of_labels, of_rows = 0, 0
+    labels_sum, rows_sum = 0, 0
     for inputs, labels, ids in unpacked:
-        of_labels = _checksum(labels, of_labels)
-        of_rows = _checksum(inputs if ids is None else ids, _checksum(labels, of_rows))
-    own = [[zlib.crc32(repr(drawn).encode()), of_labels, of_rows]]
+        labels_sum = _checksum(labels, labels_sum)
+        rows_sum = _checksum(labels, rows_sum)
+        rows_sum = _checksum(inputs if ids is None else ids, rows_sum)
+    own = [[zlib.crc32(repr(drawn).encode()), labels_sum, rows_sum]]
     processes = to_host(gather_rows(torch.tensor(own, device=labels.device), [1] * world_size()))
-    draws, label_lists, row_lists = [len(column.unique()) for column in processes.unbind(1)]  # of different ones
+    different_draws, different_labels, different_rows = [len(column.unique()) for column in processes.unbind(1)]
     if None not in drawn:  # each process takes its part of what RetrievalDataLoader draws
-        if draws > 1:
+        if different_draws > 1:
             rule = "all processes must draw the same global batches, of which each takes its part"
             cure = "give the sampler the same labels and the same `seed` in all processes"
             raise InvalidValue(rule, "RetrievalDataLoader", got="different first batches", cure=cure)
@@ -400,11 +401,11 @@ def _check_parts(unpacked: Sequence[Unpacked], counts: Sequence[int], loaders: S
     cure = (
         "use RetrievalDataLoader(dataset, PKSampler(...)), or let the data set return the index of each image as its id"
     )
-    if min(counts) >= LEAST_ROWS and row_lists < world_size():
+    if min(counts) >= LEAST_ROWS and different_rows < world_size():
         got = "the same rows on several ranks, so that each image would be a positive of its own copy"
         raise InvalidValue(rule, got=got, cure=cure)
-    may_repeat = ids is not None or all(isinstance(sampler, DistributedSampler) for sampler in samplers)
-    if not may_repeat and label_lists < world_size() and len(labels.unique()) >= LEAST_LABELS:
+    labels_may_repeat = ids is not None or all(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    if not labels_may_repeat and different_labels < world_size() and len(labels.unique()) >= LEAST_LABELS:
         rank_zero_warn(
             f"RetrievalModule: {rule}, got the same labels on several ranks; if their images are the same but for "
             f"random transforms, each would be a positive of its own copy: {cure}."
@@ -419,7 +420,8 @@ def _checksum(values: Tensor, before: int) -> int:
 def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor, *, is_first: bool) -> None:
     """Warn if an id has two labels, or if ids repeat more often than the sampler draws their images.
 
-    A sampler that may draw an image several times is known to draw others only in the first batch, which is full.
+    If the sampler draws each image once, no id may repeat. Else, unless it is known to draw with replacement, the first
+    batch, which is full, must have more different ids than half of its rows.
     """
     loader = module.trainer.train_dataloader
     sampler = getattr(loader, "sampler", None)
@@ -427,10 +429,10 @@ def _warn_of_ids(module: Any, labels: Tensor, ids: Tensor, *, is_first: bool) ->
     draws_images = getattr(loader, "batch_size", None) is not None  # else another sampler draws whole batches
     draws_once = draws_images and (replacement is False or isinstance(sampler, SequentialSampler))
     different, pairs = len(ids.unique()), len(torch.stack([ids, labels], 1).unique(dim=0))
-    most = len(ids) / 2 if is_first and replacement is not True else 0
+    too_few = len(ids) / 2 if is_first and replacement is not True else 0
     if draws_once:
-        most = len(ids) - 1
-    if different < pairs or different <= most:
+        too_few = len(ids) - 1
+    if different < pairs or different <= too_few:
         rank_zero_warn(
             f"{type(module).__name__}: each image must have an id of its own, but images of a batch have the same id; "
             "images with the same id are not in each other's lists: let the data set return the index of each image as "
@@ -447,7 +449,7 @@ def warn_of_epoch(module: Any) -> None:
         module: a `RetrievalModule` in a run whose epoch begins.
     """
     parts: list[Any] = CombinedLoader(module.trainer.train_dataloader, "sequential").flattened
-    for _ in range(3):
+    for _ in range(3):  # a sampler may be in a sampler in a batch sampler of the loader
         parts = [value for part in parts for value in (part, *getattr(part, "__dict__", {}).values())]
     samplers = [part for part in parts if isinstance(part, Sampler) and hasattr(part, "epoch")]
     if any(getattr(part, "next_epoch", part.epoch) < module.current_epoch for part in samplers):
@@ -485,8 +487,8 @@ def _mixes_rows(layer: nn.Module) -> bool:
 def warn_of_lists_without_positives(module: Any, rows: Sequence[GlobalRows], embeddings: Sequence[Tensor]) -> None:
     """Warn if many queries of the first batch have no positive. If no query has a positive, the loss warns.
 
-    Not with a memory, which may have the positives in later steps, nor by a rule of relevance, for which samplers draw
-    no positives. The losses of other libraries may learn without positives.
+    There is no warning with a memory, which may have the positives in later steps, or with a rule of relevance, for
+    which samplers draw no positives. The losses of other libraries may learn without positives.
 
     Args:
         module: a `RetrievalModule` in a run.

@@ -99,7 +99,7 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     """
     blocks = []
     for child in network.children():
-        if isinstance(child, LISTS) or not isinstance(network, LISTS):
+        if isinstance(child, LISTS) or not isinstance(network, LISTS):  # not an element of a list
             blocks += blocks_of(child)
         elif sum(parameter.numel() for parameter in child.parameters()) >= SMALLEST_BLOCK:
             blocks.append(child)
@@ -186,9 +186,9 @@ def start_sharded(module: nn.Module, shard: Callable[[], None], device: torch.de
         on_meta.append(tensor.is_meta)
         if rank() == 0:
             full[name] = tensor.detach()  # `shard` would otherwise free the whole tensors
-    of_first = torch.tensor(on_meta, device=device)
-    dist.broadcast(of_first, 0)
-    unfilled = set(itertools.compress(names, of_first.tolist()))
+    on_meta_in_first = torch.tensor(on_meta, device=device)
+    dist.broadcast(on_meta_in_first, 0)
+    unfilled = set(itertools.compress(names, on_meta_in_first.tolist()))
     shard()
     if True in on_meta:
         _give_memory(module, device)
@@ -216,7 +216,7 @@ def _give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on `device`, filled with NaN if its numbers can be, in place of a tensor on the meta device."""
+    """A tensor on `device`, filled with NaN if it is floating point, in place of a tensor on the meta device."""
     if not tensor.is_meta:
         return tensor
     empty = torch.empty_like(tensor, device=device)

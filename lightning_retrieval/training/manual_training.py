@@ -46,7 +46,8 @@ from lightning_retrieval.training.restored_states import check_links
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.schedulers import make_scheduler
 
-DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")  # of a scheduler's dict, by Lightning in manual optimization
+# Keys of a scheduler's dict that Lightning drops in manual optimization.
+DROPPED_KEYS = ("monitor", "strict", "reduce_on_plateau")
 
 
 class OptimizedModule(CheckpointedModule):
@@ -303,13 +304,11 @@ class ManualTraining(OptimizedModule):
             images: images of all processes in this step.
         """
         trainer: Any = self.trainer
-        logged, self._logged_terms = self._logged_terms, set(terms)
-        for name in logged - terms.keys():
-            trainer._results.pop(
-                f"training_step.{name}", None
-            )  # Lightning would log the last value until the epoch ends
+        logged_before, self._logged_terms = self._logged_terms, set(terms)
+        for name in logged_before - terms.keys():  # Lightning would log the last value until the epoch ends
+            trainer._results.pop(f"training_step.{name}", None)
         for name, value in terms.items():
-            if name not in logged or not self._log_again(name, value):
+            if name not in logged_before or not self._log_again(name, value):
                 self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         # A call of `log` takes 0.4 ms, so only when loggers write, or if the progress bar has no value yet.

@@ -97,7 +97,7 @@ class CrossBatchMemory(nn.Module):
         16
 
     Relations:
-        `RetrievalModule(memory=...)` calls `references` and `update` with the batch of all processes, so that the
+        `RetrievalModule(memory=...)` calls `with_stored` and `update` with the batch of all processes, so that the
         memory is the same on all processes. The state is part of `state_dict()` but not a buffer, so DDP does not
         broadcast it at each step. RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and
         `BlackboxRecallLoss(batch_memory=...)`.
@@ -176,7 +176,7 @@ class CrossBatchMemory(nn.Module):
         *,
         detach: bool = False,
     ) -> EmbeddedRows:
-        """The rows of the batch, followed by the stored images that are not in it; for the arguments: `references`."""
+        """The rows of the batch, followed by the stored images that are not in it; arguments as for `references`."""
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch.detached()
@@ -199,7 +199,7 @@ class CrossBatchMemory(nn.Module):
         batch = self._validated(embeddings, labels, ids).detached()
         stored = self._stored_like(batch)
         is_kept = torch.cat([_is_first(batch.ids), ~_occurs(stored.ids, batch.ids)])
-        kept = _indices(is_kept, embeddings)
+        kept = _indices(is_kept, embeddings)  # raises if an embedding is not finite, also in the warm-up
         if self.started:
             self._rows = batch.followed_by(stored).select(kept[: self.size])
         self.steps += 1
@@ -229,10 +229,8 @@ class CrossBatchMemory(nn.Module):
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> EmbeddedRows:
         """Validate a batch and convert it to the dtypes of the memory. Whether embeddings are finite is not checked."""
         check_matrix("embeddings", embeddings, owner="CrossBatchMemory")
-        labels, ids = (
-            as_int64("labels", labels, owner="CrossBatchMemory"),
-            as_int64("ids", ids, owner="CrossBatchMemory"),
-        )
+        labels = as_int64("labels", labels, owner="CrossBatchMemory")
+        ids = as_int64("ids", ids, owner="CrossBatchMemory")
         rows = len(embeddings)
         check_integers("labels", labels, rows, "embeddings", levels=True, owner="CrossBatchMemory")
         if ids is None:
@@ -269,7 +267,7 @@ class CrossBatchMemory(nn.Module):
     def _stored_like(self, batch: EmbeddedRows) -> EmbeddedRows:
         """The stored rows, on the device and in the dtypes of a batch."""
         if self._rows is None:
-            return batch.select(batch.ids[:0]).detached()
+            return batch.select(batch.ids[:0]).detached()  # no rows
         return self._rows.like(batch)
 
 

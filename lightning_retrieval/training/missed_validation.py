@@ -9,9 +9,8 @@ Therefore such a checkpoint is written as one of a validation that has begun and
 from its beginning, with all hooks of callbacks and of the end of the epoch. The checkpoint also has the metrics that
 callbacks saw, because a callback that monitors "train/loss" at the end of the epoch would raise without them.
 
-Of a checkpoint that is saved after `fit` has ended an epoch, Lightning would take the batches of this epoch for those
-of the next one if the resumed run has a limit of steps only. So such a checkpoint is written as one before the first
-batch.
+If a checkpoint is saved after `fit` has ended an epoch, and the resumed run has a limit of steps only, Lightning would
+take the batches of this epoch for those of the next one. So such a checkpoint is written as one before the first batch.
 """
 
 from typing import Any
@@ -66,7 +65,7 @@ class MissedValidation(pl.Callback):
         if METRICS not in checkpoint:
             return
         self.metrics, self.step = checkpoint[METRICS], checkpoint["global_step"]
-        if trainer.strategy.restore_checkpoint_after_setup:
+        if trainer.strategy.restore_checkpoint_after_setup:  # this hook then comes after `on_fit_start`
             self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

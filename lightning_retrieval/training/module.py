@@ -237,7 +237,7 @@ class RetrievalModule(ManualTraining):
     def configure_callbacks(self) -> Any:
         """Compile only the networks if `torch.compile` has compiled the module: it cannot compile a training step.
 
-        Without DDP's wrapper, unless a subclass may have a step of its own, whose gradients the wrapper averages.
+        DDP's wrapper is released, unless a subclass may have a step of its own, whose gradients the wrapper averages.
         """
         compile_only(self, self._networks())
         strategy = self.trainer.strategy
@@ -336,7 +336,7 @@ class RetrievalModule(ManualTraining):
             shard_blocks(network, mesh)
 
     def on_train_start(self) -> None:
-        """Freeze the backbone if `freeze_backbone_epochs` are not over."""
+        """Set what the steps of this run need, and freeze the backbone if `freeze_backbone_epochs` are not over."""
         super().on_train_start()
         if self.global_step == 0:  # a new run, perhaps of a module that was trained before
             self._fraction = 0.0
@@ -376,7 +376,7 @@ class RetrievalModule(ManualTraining):
             optimizer.zero_grad()
         ranked = GlobalBatch(self, rows, self._advance_fraction())
         gradients = GradientSum(self.parameters(), self.loss.parameters(), self._sharded)
-        embedders: list[Embed] = [self.forward_queries, self]
+        embedders: list[Embed] = [self.forward_queries, self]  # without sides, the images are embedded as candidates
         sides = [(embed, inputs) for embed, (inputs, _, _) in zip(embedders[-len(rows) :], unpacked)]
         with step_random_state(self.seed, ranked.step, rank()), frozen_in_evaluation_mode(self):
             chunk_sizes, keep_graphs = chunking(self, sides)
@@ -386,12 +386,14 @@ class RetrievalModule(ManualTraining):
                 chunk_sizes,
                 keep_graphs,
                 backward=self.manual_backward,
+                # The first side, which may be the only one, is back-propagated last.
                 last_backward=[gradients.overlapped, self._candidates_summed][: len(sides)],
             )
         if is_first:
             self._finish_first_step(ranked, chunk_sizes)
-        on_host = [of_side.map(to_host_later) for of_side in rows]
-        logged = ranked.logged(gradients.finish(ranked.parts(part)))
+        on_host = [of_side.map(to_host_later) for of_side in rows]  # complete when `finish` has waited
+        totals = gradients.finish(ranked.parts(part))
+        logged = ranked.logged(totals)
         if not is_first:
             check_later_batch(self, on_host)
         stepped = self._step_optimizers()
@@ -421,7 +423,7 @@ class RetrievalModule(ManualTraining):
         self._is_first_step = False
 
     def _candidates_summed(self) -> AbstractContextManager[None]:
-        """Context of the last backward pass of candidates, whose gradients are complete before those of queries."""
+        """Context of the last backward pass of candidates: sums gradients if a sharded network embeds only them."""
         if self._sharded is None or self.query_embedder is None:
             return nullcontext()
         return self._sharded.summed()

@@ -213,7 +213,7 @@ def _multiply_rates(optimizer: Optimizer, places: Mapping[nn.Parameter, _Place])
 
 
 def can_be_fused(module: nn.Module, *, has_scaler: bool) -> bool:
-    """Whether torch's fused AdamW, one loop over all parameters, updates those of a module as its other loops do.
+    """Whether torch's fused AdamW, which is one loop, updates the parameters of a module as the unfused AdamW does.
 
     Args:
         module: owner of the parameters, on their device.
@@ -304,7 +304,7 @@ def layer_depths(backbone: nn.Module) -> dict[str, int]:
         inside = [number for number, prefix in enumerate(prefixes) if name.startswith(prefix)]
         if inside:
             depth = inside[0] + 1
-        elif depth > 0:
+        elif depth > 0:  # after a block
             depth = len(prefixes)
         depths[name] = depth
     return depths
@@ -318,7 +318,7 @@ def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
             continue
         layers = sum(_size(child) > 0 for child in module.children())
         if layers > 1 and _size(module) > largest:
-            largest, found, path = _size(module), module, f"{name}." * bool(name)
+            largest, found, path = _size(module), module, f"{name}." if name else ""
     return path, found
 
 
@@ -334,8 +334,8 @@ def check_backbone(name: str, embedders: Sequence[nn.Module]) -> None:
         embedders: any modules.
     """
     if not any(isinstance(getattr(embedder, "backbone", None), nn.Module) for embedder in embedders):
-        came = " and ".join(type(embedder).__name__ for embedder in embedders)
-        raise InvalidValue("needs an embedder with a `backbone`, such as Embedder", argument=name, got=came)
+        got = " and ".join(type(embedder).__name__ for embedder in embedders)
+        raise InvalidValue("needs an embedder with a `backbone`, such as Embedder", argument=name, got=got)
 
 
 class FrozenBackbone:
@@ -361,7 +361,7 @@ class FrozenBackbone:
         """
         if self.epochs == 0 or not isinstance(getattr(embedder, "backbone", None), nn.Module):
             return
-        sharded_modules(embedder)
+        sharded_modules(embedder)  # shards the parameters again, which an evaluation may have left gathered
         parameters = dict(embedder.backbone.named_parameters())
         if epoch < self.epochs:
             self.names += [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -381,7 +381,7 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     Raises:
         ValueError: if there are such parameters. The message names the parameters.
     """
-    sharded_modules(module)
+    sharded_modules(module)  # shards the parameters again, which an evaluation may have left gathered
     optimized: set[Tensor] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:

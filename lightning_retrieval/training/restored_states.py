@@ -52,7 +52,7 @@ def _with_own_paths(callback: Any, state: dict[str, Any]) -> dict[str, Any]:
     """
     named = [state.get("kth_best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ())]
     foreign = [path for path in named if path and not is_checkpoint_of(callback, path)]
-    replaced = {name for name in OF_FOLDER if foreign}
+    replaced = set(OF_FOLDER if foreign else ())
     for name, value in state.items():
         is_best = name == BEST and _is_local_checkpoint(value)
         if isinstance(value, str) and name != "dirpath" and _is_elsewhere(callback, value) and not is_best:

@@ -108,7 +108,7 @@ def report_first_step(module: Any, step: Any, chunk_sizes: Sequence[int]) -> Non
 
     Args:
         module: a `RetrievalModule` in a run.
-        step: the first step of the run, after its loss has been computed.
+        step: the `GlobalBatch` of the first step of the run, after its loss has been computed.
         chunk_sizes: number of rows of each side that are embedded at a time.
     """
     rows = list(map(len, step.rows))

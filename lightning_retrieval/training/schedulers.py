@@ -43,7 +43,7 @@ def make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer, facto
 
 
 def _are_proportional(found: Sequence[float], wanted: Sequence[float]) -> bool:
-    """Whether rates are others multiplied by one number, which may be 0, as at the start of a warm-up."""
+    """Whether `found` is `wanted` multiplied by one number, which may be 0, as at the start of a warm-up."""
     pairs = zip(found, wanted)
     return all(math.isclose(rate * wanted[0], found[0] * other, rel_tol=1e-6) for rate, other in pairs)
 

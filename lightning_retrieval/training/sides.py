@@ -155,7 +155,8 @@ def with_frozen_side(sides: Any, embedder: Any) -> Any:
 def chunking(module: Any, sides: Sequence[tuple[Embed, Tensor]]) -> tuple[list[int], list[int]]:
     """How many rows of each side are embedded at a time, and how many of its chunks keep their graphs.
 
-    Candidates keep their graphs first. A side without chunks always keeps its graph, and a frozen network has none.
+    Candidates keep their graphs first. A side without chunks always keeps its graph. Of a frozen network, the last
+    chunk counts as kept, because it shows that the embeddings require no gradient.
 
     Args:
         module: a `RetrievalModule`.
@@ -169,10 +170,10 @@ def chunking(module: Any, sides: Sequence[tuple[Embed, Tensor]]) -> tuple[list[i
         if size == "auto":  # the search for queries knows nothing of the graphs of candidates
             kept = module.keep_graphs if side == "candidates" else 1
             size = module.chunk_size_searches[side].find(module, embed, inputs, kept)
-        has_graph = is_frozen(module, side) or size is None
+        keeps_last = is_frozen(module, side) or size is None
         size = min(size or len(inputs), len(inputs))
         sizes.insert(0, size)
-        graphs.insert(0, max(left, int(has_graph)))
+        graphs.insert(0, max(left, int(keeps_last)))
         if not is_frozen(module, side):
             left = max(left - math.ceil(len(inputs) / size), 0)
     return sizes, graphs
