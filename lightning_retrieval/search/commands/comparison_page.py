@@ -43,10 +43,11 @@ def _row(row: ComparedLoss, low: float, high: float) -> str:
     lines.append(_line("mean", mean, HEIGHT / 2, mean, HEIGHT / 2))
     label = f"{row.difference:+.4f}, from {row.interval[0]:+.4f} to {row.interval[1]:+.4f}"
     plot = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(lines)}</svg>'
-    cells = [escape(row.name), f"{row.mean_ap:.4f}", f"{row.r_at_1:.4f}", f"{row.difference:+.4f}"]
-    cells.append(f"{row.interval[0]:+.4f} to {row.interval[1]:+.4f}")
-    texts = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f'<tr>{texts}<td class="plot">{plot}</td><td>{row.seconds:.1f}</td></tr>\n'
+    numbers = [f"{row.mean_ap:.4f}", f"{row.r_at_1:.4f}", "", "", f"{row.seconds:.1f}"]
+    if row.interval != (0, 0):  # of the best one
+        numbers[2:4] = [f"{row.difference:+.4f}", f"{row.interval[0]:+.4f} to {row.interval[1]:+.4f}"]
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f'<tr><td>{escape(row.name)}</td><td class="plot">{plot}</td>{cells}</tr>\n'
 
 
 def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
