@@ -164,8 +164,8 @@ class RetrievalCLI(LightningCLI):
     """LightningCLI that can evaluate after training and continue an earlier run.
 
     `fit --test_after_fit true` evaluates the test set after training. `fit --ckpt_path last` continues the newest
-    earlier run with the same model and data. `fit --run_folder FOLDER` continues the run in this folder or, if the
-    folder holds no run, begins one.
+    earlier run with the same model, data and seed. `fit --run_folder FOLDER` continues the run in this folder or, if it
+    holds no run, begins one.
     """
 
     @property

@@ -1,8 +1,8 @@
 """Finds the newest checkpoint of an earlier run, for `fit --ckpt_path last` and `--run_folder`.
 
 Lightning looks for the last checkpoint in the folder of the run, but a logger gives each run a new, empty folder. So
-the neighbouring folders are searched for runs whose saved config has the same model and data. With `--run_folder`, a
-run and its continuations share one folder.
+the neighbouring folders are searched for runs whose saved config has the same model, data and seed. With
+`--run_folder`, a run and its continuations share one folder.
 """
 
 import re
@@ -17,12 +17,12 @@ from lightning_retrieval.invalid import InvalidValue, MissingFile
 from lightning_retrieval.plain_data import FORMAT
 
 CONFIG = "config.yaml"
-COMPARED = ("model", "data")  # sections of a config that must be equal
+COMPARED = ("model", "data", "seed_everything")  # sections of a config that must be equal
 FORMAT_LINE = f"lightning_retrieval format {FORMAT}"  # a comment at the start of the config of a run
 
 
 def find_last_checkpoint(trainer: Any, config: str) -> Path | None:
-    """Find the newest checkpoint of the earlier runs with the same model and data.
+    """Find the newest checkpoint of the earlier runs with the same model, data and seed.
 
     Args:
         trainer: the `pytorch_lightning.Trainer` of the new run, which has not begun.
@@ -30,8 +30,8 @@ def find_last_checkpoint(trainer: Any, config: str) -> Path | None:
 
     Returns:
         Path of the checkpoint. The result is None for a first run: a `ModelCheckpoint` has a `dirpath` that holds no
-            checkpoint, and no earlier run has the same model and data. The result is also None if a `dirpath` is a
-            remote address, because Lightning itself searches remote addresses.
+            checkpoint, and no earlier run has the same model, data and seed. The result is also None if a `dirpath` is
+            a remote address, because Lightning itself searches remote addresses.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
@@ -54,7 +54,7 @@ def find_last_checkpoint(trainer: Any, config: str) -> Path | None:
     elsewhere = "".join(f", nor has {path}, the `dirpath` of a ModelCheckpoint" for path in folders_of_callbacks)
     raise MissingFile(
         f"`--ckpt_path last` must have a checkpoint of an earlier run of this config, but {folder} has {len(runs)} "
-        f"runs, {len(same)} of them with the same model and data, and none of these has a checkpoint{elsewhere}",
+        f"runs, {len(same)} of them with the same model, data and seed, and none of these has a checkpoint{elsewhere}",
         cure="leave out the option to begin a new run, or give the path of a checkpoint",
     )
 
@@ -74,7 +74,7 @@ def find_checkpoint_of_run(trainer: Any, config: str) -> Path | None:
     """
     folder = Path(trainer.logger.log_dir)
     if (folder / CONFIG).exists() and not _is_same_config(folder / CONFIG, config):
-        rule = "`--run_folder` must be the folder of a run of this model and data, or a new one"
+        rule = "`--run_folder` must be the folder of a run of this model, data and seed, or a new one"
         raise InvalidValue(rule, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
     folders_of_callbacks = [
         callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
@@ -93,7 +93,7 @@ def _runs(trainer: Any) -> tuple[Path, list[Path]]:
 
 
 def _is_same_config(path: Path, config: str) -> bool:
-    """Whether a saved config has the same model and data."""
+    """Whether a saved config has the same model, data and seed."""
     try:
         if not path.is_file():  # reading a FIFO need never end
             return False
