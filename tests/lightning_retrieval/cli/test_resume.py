@@ -164,9 +164,10 @@ def test_the_same_command_continues_the_run_in_its_folder(uninterrupted, tmp_pat
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"best.ckpt", "last.ckpt", left.name, "later.ckpt"}
 
-    with pytest.raises(SystemExit, match=r"^2$"):
-        fit(tmp_path, *options, "--model.init_args.updates.gradient_clip_val=2.0")
-    assert "`--run_folder`" in capsys.readouterr().err
+    for other in ("--model.init_args.updates.gradient_clip_val=2.0", "--seed_everything=7"):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            fit(tmp_path, *options, other)
+        assert "`--run_folder`" in capsys.readouterr().err
 
 
 def test_an_evaluation_in_the_folder_of_a_run_leaves_its_config(uninterrupted, tmp_path):
