@@ -148,7 +148,7 @@ TABLE = {
         (lambda: coco(images=[{"id": 7}]), InvalidValue, "", "file_name"),
         (lambda: coco(images=[{**IMAGE, "file_name": "../a.png"}]), InvalidValue, "paths", "../a.png"),
         (lambda: coco(annotations=[], categories=[{"id": 1, "name": "eel"}]), InvalidValue, "test", "cat"),
-        (lambda: coco_annotation(bbox=[1, 2, 0, 3]), InvalidValue, "objects", "a.png"),
+        (lambda: coco_annotation(bbox=[1, 2, -1, 3]), InvalidValue, "objects", "a.png"),
         (lambda: coco_annotation(bbox=[1, math.nan, 3, 3]), InvalidValue, "objects", "a.png"),
         (lambda: coco_annotation(image_id=8), InvalidValue, "", "8"),
         (lambda: coco_annotation(category_id=8), InvalidValue, "", "8"),
