@@ -101,7 +101,7 @@ class Setting(NamedTuple):
     def has_proxies(self) -> bool:
         """Whether the loss learns vectors for each class, whose number it must be told."""
         bases = loss_class(self.loss).__mro__
-        return any("num_classes" in inspect.signature(base.__init__).parameters for base in bases)
+        return any("num_classes" in inspect.signature(base).parameters for base in bases if base is not object)
 
     def typed(self) -> str:
         """The loss as it is written in Python."""
@@ -396,8 +396,8 @@ class Tournament:
         self.splits = [self._divided(split) for split in range(SPLITS)]
         self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
         self._results = Results(folder.path / RESULTS)
-        digest = hashlib.sha256(self.data.embeddings.numpy())
-        digest.update(self.data.labels.numpy())
+        digest = hashlib.sha256(self.data.embeddings.numpy().tobytes())
+        digest.update(self.data.labels.numpy().tobytes())
         self._about = [digest.hexdigest(), self.embedding_dim, self.batch_size]
 
     def run(self) -> None:
@@ -494,9 +494,18 @@ class Tournament:
             torch.manual_seed(cell.seed)  # proxies begin at random
             head, loss = Head(self.data.embeddings.shape[1], self.embedding_dim), self.loss_of(setting)
             generator = torch.Generator().manual_seed(cell.seed)
-            settings = {"batch_size": self.batch_size, "lr": setting.lr, "max_epochs": MAX_EPOCHS}
             try:
-                train_head(head, loss, parts.trained, parts.chosen_on, generator=generator, hidden=True, **settings)
+                train_head(
+                    head,
+                    loss,
+                    parts.trained,
+                    parts.chosen_on,
+                    batch_size=self.batch_size,
+                    lr=setting.lr,
+                    max_epochs=MAX_EPOCHS,
+                    generator=generator,
+                    hidden=True,
+                )
             except InvalidValue as error:
                 rule = f"{setting.typed()} cannot train a head with the learning rate {setting.lr:g} ({error})"
                 raise InvalidValue(rule, argument="losses", cure="compare other losses") from error
@@ -550,4 +559,4 @@ def t_quantile(freedom: int, probability: float) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))

@@ -391,8 +391,10 @@ def adapt(
     Example:
         lightning-retrieval adapt --embeddings out --output adapted.ckpt
     """
-    if (output is None) != compare:
-        raise InvalidValue("must be given, or `compare` in its place", argument="output")
+    if compare and output is not None:
+        raise InvalidValue(
+            "must not be given with `compare`, which writes no checkpoint", argument="output", got=output
+        )
     if not compare and (losses or html is not None):
         raise InvalidValue("must be given with `losses` and `html`", argument="compare")
     settings = {"labels": labels, **vars(table)}
@@ -401,6 +403,8 @@ def adapt(
             settings[name] = value
     if compare:
         return _compare(embeddings, losses, html, settings)
+    if output is None:
+        raise InvalidValue("must be given, or `compare` in its place", argument="output")
     with imports_of_command():
         from lightning_retrieval.search.commands.adapt import adapt_head, summary
         from lightning_retrieval.search.commands.head_training import named_loss

@@ -4,6 +4,7 @@ It is a plain loop, since a Trainer takes several times as long for steps that a
 """
 
 import copy
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,8 @@ class LabelledSet(NamedTuple):
         _, classes, counts = self.labels.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(2, len(counts), dtype=torch.double)
         sums.index_add_(1, classes, torch.stack([per_query["AP"], per_query["R@1"]]).double())
-        return ClassMetrics(*(sums / counts), counts)
+        ap, r_at_1 = sums / counts
+        return ClassMetrics(ap, r_at_1, counts)
 
     @torch.no_grad()
     def _metrics(self, head: Head | None) -> RetrievalMetrics:
@@ -98,7 +100,7 @@ def loss_class(name: str) -> type[nn.Module]:
     path = path_of_loss(name)
     if path.startswith("pytorch_metric_learning."):
         with optional_import(f"the loss {name} needs pip install pytorch-metric-learning."):
-            import pytorch_metric_learning.losses  # noqa: F401
+            importlib.import_module("pytorch_metric_learning.losses")
     try:
         return find_class("loss", path, (nn.Module,))
     except InvalidType as error:  # for a command, whose options are texts, each is a value
@@ -213,7 +215,8 @@ def shuffled_classes(labels: Int[Tensor, " rows"], fewest: int, generator: torch
     if len(several) < fewest:
         rule = f"must be of at least {fewest} classes with several images, since some classes are held out"
         raise InvalidValue(rule, argument="embeddings", got=f"{len(several)} of {len(classes)}", cure="add images")
-    return several[torch.randperm(len(several), generator=generator)]
+    shuffled: Tensor = several[torch.randperm(len(several), generator=generator)]
+    return shuffled
 
 
 def start_with_principal_directions(head: Head, embeddings: Float[Tensor, "rows dim"]) -> None:
