@@ -348,6 +348,8 @@ TABLE = {
         (adapting("--loss_args=[1]"), SystemExit, "--loss_args", "[1]"),
         (adapting('--loss_args={"size": 1}'), SystemExit, "--loss", "size"),
         (adapting("--loss=ProxyAnchorLoss", f"--loss_args={OTHER_DIM}"), SystemExit, "--loss", "24 numbers"),
+        (adapting("--compare"), SystemExit, "--output", "a.ckpt"),
+        (adapting("--losses=log rank"), SystemExit, "--compare", ""),
         (adapting("--batch_size=16385"), SystemExit, "--batch_size", "16385"),
         (adapting("--embedding_dim=0"), SystemExit, "--embedding_dim", "0"),
         (lambda glyphs, adapting_to: adapting_to(glyphs[0] / "model.ckpt"), SystemExit, "--output", ""),
