@@ -73,13 +73,15 @@ def find_checkpoint_of_run(trainer: Any, config: str) -> Path | None:
         ValueError: if the folder holds a run of another model or other data, or only damaged checkpoints.
     """
     folder = Path(trainer.logger.log_dir)
-    if (folder / CONFIG).exists() and not _is_same_config(folder / CONFIG, config):
-        rule = "`--run_folder` must be the folder of a run of this model, data and seed, or a new one"
-        raise InvalidValue(rule, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
     folders_of_callbacks = [
         callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
     ]
-    return newest_checkpoint([folder / "checkpoints", *folders_of_callbacks])
+    found = newest_checkpoint([folder / "checkpoints", *folders_of_callbacks])
+    is_begun = found is not None and (folder / CONFIG).exists()
+    if is_begun and not _is_same_config(folder / CONFIG, config):
+        rule = "`--run_folder` must be the folder of a run of this model, data and seed, or one without a checkpoint"
+        raise InvalidValue(rule, got=f"{folder}, whose {CONFIG} has others", cure="choose another folder")
+    return found
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:
