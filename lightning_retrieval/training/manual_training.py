@@ -402,8 +402,7 @@ class ManualTraining(OptimizedModule):
     def on_test_start(self) -> None:
         """Log the settings of the test data."""
         check_filled(self)
-        if self._is_first_step:
-            log_settings(self.trainer, {})
+        log_settings(self.trainer, {})
 
     def on_validation_epoch_end(self) -> None:
         """Step the `ReduceLROnPlateau` schedulers before a checkpoint is written."""
