@@ -186,7 +186,7 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     found = []
     for row, value in enumerate(values):
         is_class = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
-        is_missing = value == -1 if class_names is not None else not str(value).strip()
+        is_missing = value not in range(len(class_names)) if class_names is not None else not str(value).strip()
         if not is_class or is_missing:
             rule = "must be a column with an integer or text in each row"
             got = f"{short_repr(value)} in row {row} of {split}, column {name!r}"
@@ -209,10 +209,10 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
         split: name of the split, for error messages.
 
     Raises:
-        ValueError: if the column does not exist, or does not hold lists of integers or of text.
+        ValueError: if the column does not exist, does not hold lists of integers or of text, or an integer has no name.
     """
     check_column("tag_column", name, dataset.features)
-    element = getattr(dataset.features[name], "feature", None)
+    element: Any = getattr(dataset.features[name], "feature", None)
     dtype = getattr(element, "dtype", "")
     if not (dtype.removeprefix("large_") == "string" or dtype.removeprefix("u").startswith("int")):
         rule = "must hold lists of text or of integers"
@@ -222,7 +222,7 @@ def tags_of(dataset: Any, name: str, split: str) -> list[list[Any]]:
     for tags in dataset.select_columns([name])[name][:]:
         found = [tag for tag in tags or () if tag is not None]
         if names is not None:
-            found = [names[tag] for tag in found]
+            found = [element.int2str(tag) for tag in found]
         tags_of_rows.append([_composed(tag) for tag in found if str(tag).strip()])  # an empty text is no tag
     return tags_of_rows
 

@@ -37,8 +37,8 @@ def is_integer(text: str) -> bool:
 
 
 def is_written_missing(text: str | None) -> bool:
-    """Whether a text is what programs write for a missing value, such as `nan` of pandas."""
-    return text is not None and text.lower() in ("nan", "<na>", "nat", "null")
+    """Whether a text is what programs write for a missing value, such as `nan` of pandas; Nat and Null are names."""
+    return text in ("nan", "NaN", "<NA>", "NaT", "NULL", "null")
 
 
 def is_address(text: str) -> bool:

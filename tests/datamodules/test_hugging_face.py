@@ -320,3 +320,18 @@ def test_a_path_on_this_machine_is_not_looked_for_on_the_hub(tmp_path, monkeypat
         with pytest.raises(FileNotFoundError, match=r"^HuggingFaceImages: `path` ") as raised:
             _ = HuggingFaceImages(path).splits
         assert ("reach" in str(raised.value)) == (path == "owner/birds")
+
+
+@pytest.mark.parametrize("number", [-2, -1, 4])
+@pytest.mark.parametrize("column", ["label", "tags"])
+def test_a_number_without_a_name_is_no_class(column, number, tmp_path):
+    """`cast_column` lets any numbers pass, and the last names are not those of numbers below 0."""
+    values = {"label": [0, 0, 1, 1], "tags": [[0], [1], [2], [3]]}
+    values[column][3] = number if column == "label" else [number]
+    table = rows([*"aabb"]).remove_columns("label").add_column("label", values["label"])
+    table = table.add_column("tags", values["tags"])
+    kind = datasets.ClassLabel(names=NAMES)
+    table = table.cast_column("label", kind).cast_column("tags", datasets.Sequence(kind))
+    table.save_to_disk(tmp_path / "set")
+    with pytest.raises(ValueError, match=str(number)):
+        HuggingFaceImages(tmp_path / "set", tag_column="tags").splits  # noqa: B018

@@ -49,6 +49,12 @@ def paths_of(splits):
 # --- labels and splits
 
 
+def test_names_of_people_are_no_missing_values(tmp_path):
+    rows = [("a.jpg", "Nat", "train"), ("b.jpg", "Null", "train"), ("c.jpg", "NA", "test"), ("d.jpg", "None", "test")]
+    splits = read(write_csv(tmp_path, PLAIN, *rows))
+    assert [list(splits[name].names) for name in ("train", "test")] == [["Nat", "Null"], ["NA", "None"]]
+
+
 def test_columns_may_have_any_order_and_integer_labels_are_sorted_as_numbers(tmp_path):
     """The first column is the index of a data frame, which has no name."""
     rows = [
