@@ -118,7 +118,10 @@ def test_info_nce_equals_that_of_pytorch_metric_learning():
 
 def test_quantiles_of_student():
     published = {2: 4.303, 3: 3.182, 5: 2.571, 8: 2.306, 20: 2.086, 200: 1.972}
-    assert {freedom: t_quantile(freedom, 0.975) for freedom in published} == pytest.approx(published, rel=0.01)
+    assert {freedom: t_quantile(freedom, 0.975) for freedom in published} == pytest.approx(published, rel=0.001)
+    of_five_losses_and_few_heads = {1: 63.657, 2: 9.925, 3: 5.841}
+    found = {freedom: t_quantile(freedom, 0.995) for freedom in of_five_losses_and_few_heads}
+    assert found == pytest.approx(of_five_losses_and_few_heads, rel=0.001)
 
 
 def test_intervals_cover_zero_as_often_as_they_say():
