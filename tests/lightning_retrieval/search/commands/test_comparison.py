@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from lightning_retrieval import SmoothAPLoss
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.search.commands import comparison
@@ -106,6 +107,20 @@ def test_a_comparison_goes_on_after_an_interrupt(folder, capsys, monkeypatch):
     code, out, _ = run(capsys, *args)
     assert (code, len(trained)) == (0, 5 + 11)
     assert "9 of 9" in out
+
+
+class OwnLoss(SmoothAPLoss):
+    """A loss that its author changes."""
+
+
+def test_a_loss_is_measured_anew_after_its_code_has_changed(checkpoint, tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=12, per_class=4))
+    names = [f"{__name__}.OwnLoss"]
+    before = compare_losses(folder, losses=names, seeds=(0,))
+    monkeypatch.setattr(
+        OwnLoss, "forward", lambda self, *args, **settings: -SmoothAPLoss.forward(self, *args, **settings)
+    )
+    assert compare_losses(folder, losses=names, seeds=(0,)).losses[0].mean_ap < before.losses[0].mean_ap
 
 
 def test_info_nce_equals_that_of_pytorch_metric_learning():
