@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
         if dataclasses.is_dataclass(hint):
             add_options(parser, hint)  # type: ignore[arg-type]
             continue
-        settings = {**_of_type(hint), "help": meanings[parameter.name]}
+        settings = {**_of_type(hint), "help": meanings.get(parameter.name, "")}  # python -OO has no docstrings
         if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             _add_option(parser, parameter, settings)
             continue

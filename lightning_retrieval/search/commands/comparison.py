@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import normalize, softplus
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -31,6 +31,7 @@ from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.head_training import (
     LARGEST_LIST,
     LabelledSet,
+    lists_of_epoch,
     loss_class,
     named_loss,
     path_of_loss,
@@ -53,6 +54,7 @@ BATCH_SIZE = 256
 EMBEDDING_DIM = 128
 ERROR = 0.05  # probability that an interval does not contain the true value
 UNTRAINED = "no head"
+ANGLES = 1_000_000  # of the integral for a quantile
 
 
 class InfoNCELoss(nn.Module):
@@ -82,11 +84,13 @@ class Setting(NamedTuple):
         loss: name of the loss, as for `named_loss`.
         arguments: its arguments. Losses among them are described by their class paths.
         lr: learning rate.
+        values: of the loss, which are others if its code has changed.
     """
 
     loss: str
     arguments: Mapping[str, Any] = {}
     lr: float = LEARNING_RATES[0]
+    values: str = ""
 
     def built(self, classes: int, dim: int) -> nn.Module:
         """The loss; one with proxies gets the number of classes and the dimension of the embeddings."""
@@ -389,9 +393,9 @@ class Tournament:
         self.embedding_dim = min(check_integer("embedding_dim", embedding_dim, least=1), folder.manifest.dim)
         self.losses: dict[str, list[Setting]] = {}
         for name in losses:
-            self.losses[name] = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
-            with reported_as(OWNER, loss="losses"):
-                as_batch_loss(self.loss_of(self.losses[name][0]))  # raises before anything is trained
+            settings = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
+            with reported_as(OWNER, loss="losses"):  # before anything is trained
+                self.losses[name] = [setting._replace(values=self._values_of(setting)) for setting in settings]
         self.losses[UNTRAINED] = [Setting(UNTRAINED)]
         self.splits = [self._divided(split) for split in range(SPLITS)]
         self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
@@ -470,10 +474,10 @@ class Tournament:
 
     def _is_complete(self, cell: Cell) -> bool:
         """Whether all heads of a cell are measured."""
-        first = Cell(cell.split, self.seeds[0])
-        cells = (first, cell)  # in this order, since the settings are chosen with the first seed
-        tried = ((of, setting) for of in cells for name in self.losses for setting in self._tried(of, name))
-        return all(self._key(of, setting) in self._results for of, setting in tried)
+        with suppress(KeyError):  # of settings that cannot be chosen yet
+            tried = (setting for name in self.losses for setting in self._tried(cell, name))
+            return all(self._key(cell, setting) in self._results for setting in tried)
+        return False
 
     def _key(self, cell: Cell, setting: Setting) -> str:
         """What the result of a head depends on."""
@@ -482,6 +486,16 @@ class Tournament:
     def loss_of(self, setting: Setting) -> nn.Module:
         """A new loss for the labels and the dimension of the heads."""
         return setting.built(int(self.data.labels.max()) + 1, self.embedding_dim)
+
+    def _values_of(self, setting: Setting) -> str:
+        """A value of the loss and the length of its gradient; nothing if it fails, as it then does in training."""
+        with torch.random.fork_rng(devices=()), suppress(IndexError, RuntimeError):
+            rows = next(lists_of_epoch(self.data.labels, self.batch_size, torch.manual_seed(0)))
+            embeddings = normalize(self.data.embeddings[rows, : self.embedding_dim]).requires_grad_()
+            loss = as_batch_loss(self.loss_of(setting))(embeddings, self.data.labels[rows], ids=rows)
+            (gradient,) = torch.autograd.grad(loss, embeddings)
+            return f"{loss:.3g} {gradient.norm():.3g}"
+        return ""
 
     def _measure(self, cell: Cell, setting: Setting) -> Measured:
         """Train a head, and measure it on the test part."""
@@ -547,16 +561,11 @@ def clustered_interval(
 
 
 def t_quantile(freedom: int, probability: float) -> float:
-    """A quantile of Student's t distribution, by an expansion in the degrees of freedom around the normal one.
+    """A quantile above the median of Student's t distribution.
 
-    Source:
-        Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.5.
+    The angle whose tangent is t / sqrt(freedom) has a density proportional to cos(angle) ** (freedom - 1).
     """
-    z = statistics.NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))
+    angles = torch.linspace(0, torch.pi / 2, ANGLES, dtype=torch.double)
+    masses = angles.cos().pow(freedom - 1).cumsum(0)
+    found = torch.searchsorted(masses, (2 * probability - 1) * masses[-1])
+    return float(freedom**0.5 * angles[found].tan())

@@ -78,6 +78,11 @@ def test_help_and_messages_about_options_come_without_an_import_of_torch(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"photos", "a.ckpt"}
 
 
+def test_commands_know_their_options_without_docstrings():
+    command = [sys.executable, "-OO", "-m", "lightning_retrieval.cli", "export", "--help"]
+    assert "--checkpoint" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_help_shows_the_options_of_classes(capsys):
     """Those of the module, of a callback, and of every data module."""
     _, out, _ = run(capsys, "fit", "--help")

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from lightning_retrieval import SmoothAPLoss
 from lightning_retrieval.invalid import InvalidValue
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.search.commands import comparison
@@ -108,6 +109,20 @@ def test_a_comparison_goes_on_after_an_interrupt(folder, capsys, monkeypatch):
     assert "9 of 9" in out
 
 
+class OwnLoss(SmoothAPLoss):
+    """A loss that its author changes."""
+
+
+def test_a_loss_is_measured_anew_after_its_code_has_changed(checkpoint, tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "e", checkpoint, *points(noise=1.0, classes=12, per_class=4))
+    names = [f"{__name__}.OwnLoss"]
+    before = compare_losses(folder, losses=names, seeds=(0,))
+    monkeypatch.setattr(
+        OwnLoss, "forward", lambda self, *args, **settings: -SmoothAPLoss.forward(self, *args, **settings)
+    )
+    assert compare_losses(folder, losses=names, seeds=(0,)).losses[0].mean_ap < before.losses[0].mean_ap
+
+
 def test_info_nce_equals_that_of_pytorch_metric_learning():
     pml = pytest.importorskip("pytorch_metric_learning.losses")
     embeddings = torch.nn.functional.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)))
@@ -118,7 +133,10 @@ def test_info_nce_equals_that_of_pytorch_metric_learning():
 
 def test_quantiles_of_student():
     published = {2: 4.303, 3: 3.182, 5: 2.571, 8: 2.306, 20: 2.086, 200: 1.972}
-    assert {freedom: t_quantile(freedom, 0.975) for freedom in published} == pytest.approx(published, rel=0.01)
+    assert {freedom: t_quantile(freedom, 0.975) for freedom in published} == pytest.approx(published, rel=0.001)
+    of_five_losses_and_few_heads = {1: 63.657, 2: 9.925, 3: 5.841}
+    found = {freedom: t_quantile(freedom, 0.995) for freedom in of_five_losses_and_few_heads}
+    assert found == pytest.approx(of_five_losses_and_few_heads, rel=0.001)
 
 
 def test_intervals_cover_zero_as_often_as_they_say():
