@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import softplus
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.table_format import ColumnNames, TableFormat
@@ -31,7 +32,6 @@ from lightning_retrieval.progress import Progress
 from lightning_retrieval.search.commands.head_training import (
     LARGEST_LIST,
     LabelledSet,
-    lists_of_epoch,
     loss_class,
     named_loss,
     path_of_loss,
@@ -40,6 +40,7 @@ from lightning_retrieval.search.commands.head_training import (
     train_head,
 )
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.version import __version__
 
 OWNER = "compare_losses"
 RESULTS = "comparison.jsonl"  # in the folder of the embeddings
@@ -84,13 +85,11 @@ class Setting(NamedTuple):
         loss: name of the loss, as for `named_loss`.
         arguments: its arguments. Losses among them are described by their class paths.
         lr: learning rate.
-        values: of the loss, which are others if its code has changed.
     """
 
     loss: str
     arguments: Mapping[str, Any] = {}
     lr: float = LEARNING_RATES[0]
-    values: str = ""
 
     def built(self, classes: int, dim: int) -> nn.Module:
         """The loss; one with proxies gets the number of classes and the dimension of the embeddings."""
@@ -115,6 +114,12 @@ class Setting(NamedTuple):
         if self.has_proxies:
             arguments |= {"num_classes": ..., "embedding_size": ...}
         return _typed({"class_path": self.loss, "init_args": arguments}).replace("Ellipsis", "...")
+
+
+def source_digest(loss: str) -> str:
+    """A digest of the file that defines a loss, which may change between two comparisons."""
+    source = inspect.getsource(sys.modules[loss_class(loss).__module__])
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _typed(value: Any) -> str:
@@ -392,17 +397,20 @@ class Tournament:
         self.data = read_labelled_set(folder, labels, TableFormat.checked(columns, delimiter))
         self.embedding_dim = min(check_integer("embedding_dim", embedding_dim, least=1), folder.manifest.dim)
         self.losses: dict[str, list[Setting]] = {}
+        self._sources = {UNTRAINED: ""}
         for name in losses:
             settings = SETTINGS.get(name, [Setting(name, lr=lr) for lr in LEARNING_RATES])
             with reported_as(OWNER, loss="losses"):  # before anything is trained
-                self.losses[name] = [setting._replace(values=self._values_of(setting)) for setting in settings]
+                as_batch_loss(self.loss_of(settings[0]))
+                self._sources[settings[0].loss] = source_digest(settings[0].loss)
+            self.losses[name] = settings
         self.losses[UNTRAINED] = [Setting(UNTRAINED)]
         self.splits = [self._divided(split) for split in range(SPLITS)]
         self.cells = [Cell(*cell) for cell in product(range(SPLITS), self.seeds)]
         self._results = Results(folder.path / RESULTS)
         digest = hashlib.sha256(self.data.embeddings.numpy().tobytes())
         digest.update(self.data.labels.numpy().tobytes())
-        self._about = [digest.hexdigest(), self.embedding_dim, self.batch_size]
+        self._about = [__version__, digest.hexdigest(), self.embedding_dim, self.batch_size]
 
     def run(self) -> None:
         """Train the heads that are not yet measured."""
@@ -481,21 +489,11 @@ class Tournament:
 
     def _key(self, cell: Cell, setting: Setting) -> str:
         """What the result of a head depends on."""
-        return json.dumps([*self._about, *cell, *setting])
+        return json.dumps([*self._about, *cell, *setting, self._sources[setting.loss]])
 
     def loss_of(self, setting: Setting) -> nn.Module:
         """A new loss for the labels and the dimension of the heads."""
         return setting.built(int(self.data.labels.max()) + 1, self.embedding_dim)
-
-    def _values_of(self, setting: Setting) -> str:
-        """A value of the loss and the length of its gradient; nothing if it fails, as it then does in training."""
-        with torch.random.fork_rng(devices=()), suppress(IndexError, RuntimeError):
-            rows = next(lists_of_epoch(self.data.labels, self.batch_size, torch.manual_seed(0)))
-            embeddings = normalize(self.data.embeddings[rows, : self.embedding_dim]).requires_grad_()
-            loss = as_batch_loss(self.loss_of(setting))(embeddings, self.data.labels[rows], ids=rows)
-            (gradient,) = torch.autograd.grad(loss, embeddings)
-            return f"{loss:.3g} {gradient.norm():.3g}"
-        return ""
 
     def _measure(self, cell: Cell, setting: Setting) -> Measured:
         """Train a head, and measure it on the test part."""
